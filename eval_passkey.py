@@ -1,0 +1,147 @@
+"""
+Passkey retrieval: can a model find a five-digit number in a long stretch of filler and repeat it?
+
+    python eval_passkey.py runs_out/fope --trials 1000
+    python eval_passkey.py runs_out/fope --lengths 128,512 --generate
+
+The prompt is YaRN's (Peng et al., 2023), which is landmark attention's. Prompt and answer together have exactly L tokens;
+the depth of the number is uniform over the filler. A trial is right if greedy decoding gives every token of the answer.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from eval_perplexity import TOKENS_PER_BATCH, check_device, evaluate_lengths, evaluation_parser
+from model import autocast, load_checkpoint
+from prepare_data import load_tokenizer, one_sentence_errors
+
+TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+INFORMATION = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is"
+DEPTH_BINS = 10
+
+
+class PasskeyTask:
+    """The prompt in a tokenizer's tokens: sample(length, rng) makes one trial."""
+
+    def __init__(self, encoding):
+        self.encode = encoding.encode_ordinary
+        self.task = self.encode(TASK + "\n")
+        self.question = self.encode("\n" + QUESTION)
+        self.filler_first, self.filler_next = self.encode(FILLER), self.encode(" " + FILLER)
+
+    def filler(self, n):
+        repeats = max(0, n - len(self.filler_first)) // len(self.filler_next) + 1
+        return (self.filler_first + self.filler_next * repeats)[:n]
+
+    def sample(self, length, rng, key=None, depth=None):
+        """
+        One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens at their end, depth).
+
+        key is five digits, depth in [0, 1) the share of the filler that comes before it; both are drawn from rng where
+        not given. Raises ValueError where the prompt does not fit.
+        """
+        key = int(rng.integers(10000, 100000)) if key is None else key
+        depth = float(rng.random()) if depth is None else depth
+        information = self.encode("\n" + INFORMATION.format(key=key) + "\n")
+        question, answer = self.question, self.encode(f" {key}")
+        if len(answer) > 1 and answer[:1] == self.encode(" "):
+            # A token for the blank alone says nothing about the key: it belongs to the question.
+            question, answer = question + answer[:1], answer[1:]
+        n_filler = length - len(self.task) - len(information) - len(question) - len(answer)
+        if n_filler < 0:
+            raise ValueError(f"the prompt without any filler has {length - n_filler} tokens, it does not fit {length}")
+        n_before = int(depth * (n_filler + 1))
+        before, after = self.filler(n_before), self.filler(n_filler - n_before)
+        tokens = self.task + before + information + after + question + answer
+        return np.array(tokens, dtype=np.int64), len(answer), depth
+
+
+@torch.no_grad()
+def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progress=None):
+    """
+    The results of `trials` passkey trials of `length` tokens: a dict with exact-match accuracy and its 95 % interval, the
+    share of answer tokens right, the answer's mean NLL in nats per token, and both by depth.
+
+    Greedy decoding gives the answer if and only if every answer token is the arg-max given the true prefix: up to the
+    first wrong token both have read the same. So one forward pass decides a trial, and at the same time shows how many of
+    the tokens come out right when the ones before are given. With generate=True exact match is taken from decoding
+    token by token instead, which is slower and must agree.
+    """
+    rng = np.random.default_rng((seed, length))  # the same trials for every model
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    samples = [task.sample(length, rng) for _ in range(trials)]
+    exact, share, nll = np.zeros(trials), np.zeros(trials), np.zeros(trials)
+    batch = max(1, TOKENS_PER_BATCH // length)
+    for i in range(0, trials, batch):
+        rows = samples[i : i + batch]
+        tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
+        n_max = max(n for _, n, _ in rows)
+        with autocast(device):
+            logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
+        right = (logits.argmax(dim=-1) == tokens[:, -n_max:]).cpu().numpy()
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, -n_max:], reduction="none").cpu().numpy()
+        for r, (_, n, _) in enumerate(rows):
+            exact[i + r], share[i + r], nll[i + r] = right[r, -n:].all(), right[r, -n:].mean(), losses[r, -n:].mean()
+            if generate:
+                with autocast(device):
+                    decoded = model.generate(tokens[r : r + 1, :-n], n, temperature=0)
+                exact[i + r] = torch.equal(decoded[0], tokens[r])
+        if progress is not None:
+            progress.update(len(rows))
+    model.train(was_training)
+    bins = np.minimum((np.array([depth for _, _, depth in samples]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
+    in_bin = [bins == b for b in range(DEPTH_BINS)]
+    low, high = wilson_interval(int(exact.sum()), trials)
+    return {
+        "accuracy": float(exact.mean()),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "token_accuracy": float(share.mean()),
+        "answer_nll": float(nll.mean()),
+        "trials": trials,
+        "trials_by_depth": [int(b.sum()) for b in in_bin],
+        "accuracy_by_depth": [float(exact[b].mean()) if b.any() else None for b in in_bin],
+        "token_accuracy_by_depth": [float(share[b].mean()) if b.any() else None for b in in_bin],
+    }
+
+
+def wilson_interval(successes, n, z=1.959964):
+    """The 95 % Wilson score interval of a proportion (Wilson, 1927): honest near 0 and 1, where the usual one is empty."""
+    p, z2 = successes / n, z * z
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def main(argv=None):
+    parser = evaluation_parser(__doc__)
+    parser.add_argument("--trials", type=int, default=1000, help="trials per length")
+    parser.add_argument("--generate", action="store_true", help="decode token by token instead of in one pass")
+    parser.add_argument("--seed", type=int, default=0, help="of the numbers and depths")
+    args = parser.parse_args(argv)
+    if args.trials < 1 or args.seed < 0:
+        raise ValueError("--trials must be at least 1 and --seed at least 0")
+    model, about, state = load_checkpoint(args.checkpoint, check_device(args.device))
+    task = PasskeyTask(load_tokenizer(about["tokenizer"].split()[0], Path(args.checkpoint)))
+
+    def evaluate(length):
+        with tqdm(total=args.trials, unit="trial", desc=f"length {length}", leave=False) as bar:
+            return passkey_accuracy(model, task, length, args.trials, args.seed, args.generate, bar)
+
+    more = {"step": state["step"], "trial_seed": args.seed, "generate": args.generate}
+    evaluate_lengths(args, "passkey", evaluate, model, about, **more)
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

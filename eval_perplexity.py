@@ -1,0 +1,193 @@
+"""
+Loss and perplexity against length: does a model keep reading well past the length it was trained at?
+
+    python eval_perplexity.py runs_out/fope                              1x, 2x, 4x, 8x, 16x the training length
+    python eval_perplexity.py runs_out/fope --data data/c4 --lengths 512,8192
+
+At every length L the same validation tokens are cut into non-overlapping windows of L, and the loss is the total negative
+log-likelihood over all tokens scored: nats per token; perplexity is its exponential. A longer window gives most tokens
+more context, so a model that can use it gets better with L, and one that cannot gets worse.
+"""
+
+import json
+import math
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import autocast, load_checkpoint, write_json
+from prepare_data import ArgumentParser, TokenData, one_sentence_errors
+
+TOKENS_PER_BATCH = 8192
+
+
+@torch.no_grad()
+def window_loss(model, tokens, length, progress=None):
+    """
+    Loss of `tokens` (a 1-D int64 array) read in non-overlapping windows of `length`: (length,) fp64, the mean over the
+    windows of the loss in nats at each position of the window. Its mean is the loss per token: all windows are whole.
+
+    Raises ValueError where the tokens do not fill one window (of `length` inputs and the target of the last).
+    """
+    n_windows = (len(tokens) - 1) // length
+    if n_windows < 1:
+        raise ValueError(f"{len(tokens):,} tokens are too few for one window of {length:,} and its last target")
+    inputs = tokens[: n_windows * length].reshape(n_windows, length)
+    targets = tokens[1 : n_windows * length + 1].reshape(n_windows, length)
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    total = torch.zeros(length, dtype=torch.float64)
+    for i in range(0, n_windows, max(1, TOKENS_PER_BATCH // length)):
+        rows = slice(i, i + max(1, TOKENS_PER_BATCH // length))
+        x, y = (torch.from_numpy(a[rows]).to(device) for a in (inputs, targets))
+        with autocast(device):
+            loss = model(x, y, reduction="none")
+        total += loss.sum(dim=0, dtype=torch.float64).cpu()
+        if progress is not None:
+            progress.update(x.numel())
+    model.train(was_training)
+    return (total / n_windows).numpy()
+
+
+# -----------------------------------------------------------------------------
+# what both evaluations share: flags, checks, provenance of a result
+
+
+def evaluation_parser(doc):
+    parser = ArgumentParser(doc)
+    parser.add_argument("checkpoint", help="the --out folder of a training run")
+    parser.add_argument("--lengths", help="comma-separated, in tokens (default: 1x,2x,4x,8x,16x the training length)")
+    parser.add_argument("--out", help="the json file (default: in results/, named after the checkpoint)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    return parser
+
+
+def check_device(name):
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {name} cannot be used here: {str(e).splitlines()[0]}") from None
+
+
+def parse_lengths(text, train_len):
+    if text is None:
+        return [train_len * factor for factor in (1, 2, 4, 8, 16)]
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise ValueError(f"--lengths {text!r} is no comma-separated list of token counts such as 128,256")
+    return sorted({int(n) for n in text.split(",")})
+
+
+def git_commit():
+    """The commit that the code is at, "-dirty" with uncommitted changes to it; "unknown" outside a git checkout."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True
+        )
+        return run.stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def provenance(device):
+    """Where a result comes from: command, commit, hardware and software."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": git_commit(),
+        "hardware": hardware,
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
+    }
+
+
+def training_curve(folder):
+    """[[tokens, train loss, val loss or None], ...] of the run, from its log.jsonl where there is one."""
+    path = Path(folder) / "log.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [[r["tokens"], r["loss"], r.get("val_loss")] for r in map(json.loads, lines)]
+
+
+def evaluate_lengths(args, kind, evaluate, model, about, **more):
+    """
+    Run evaluate(length) -> dict for every length, print the table, write the json. A length it refuses with a ValueError
+    is reported and skipped. Raises ValueError where no length is left.
+    """
+    done, skipped = {}, {}
+    lengths = parse_lengths(args.lengths, model.config.train_len)
+    for length in lengths:
+        try:
+            done[length] = evaluate(length)
+        except ValueError as e:
+            skipped[length] = str(e)
+            print(f"length {length:,} is skipped: {e}", file=sys.stderr)
+            continue
+        show = {k: v for k, v in done[length].items() if isinstance(v, int | float)}
+        factor = length / model.config.train_len
+        print(f"{length:>6} ({factor:g}x)  " + "  ".join(f"{k} {v:.4g}" for k, v in show.items()), flush=True)
+    if not done:
+        raise ValueError("no length could be evaluated")
+    out = Path(args.out or Path("results") / f"{Path(args.checkpoint).resolve().name}_{kind}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    result = {
+        "kind": kind,
+        **{name: getattr(config, name) for name in ("pos", "pos_args", "train_len", "seed")},
+        "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")},
+        "training": about.get("training", {}),
+        **provenance(check_device(args.device)),
+        **more,
+        "lengths": done,
+        "skipped": skipped,
+    }
+    write_json(out, result)
+    print(f"wrote {out}")
+
+
+def main(argv=None):
+    parser = evaluation_parser(__doc__)
+    parser.add_argument("--data", help="data folder whose validation split is read (default: the one trained on)")
+    parser.add_argument("--max_tokens", type=int, help="read only this many validation tokens")
+    args = parser.parse_args(argv)
+    device = check_device(args.device)
+    model, about, state = load_checkpoint(args.checkpoint, device)
+    data = TokenData(args.data or about["data"], "val")
+    if data.tokenizer_id() != about["tokenizer"]:
+        raise ValueError(
+            f"{args.checkpoint} was trained with the tokenizer {about['tokenizer']}, "
+            f"{data.folder} holds tokens of {data.tokenizer_id()}: their losses cannot be compared"
+        )
+    n_tokens = min(len(data), args.max_tokens or len(data))
+    # all lengths score the same tokens: as many as fill whole windows of the longest that fits
+    fitting = [n for n in parse_lengths(args.lengths, model.config.train_len) if n < n_tokens]
+    n_scored = (n_tokens - 1) // max(fitting, default=1) * max(fitting, default=1)
+    tokens = data.read(0, n_scored + 1)
+    by_position = {}
+
+    def evaluate(length):
+        if length not in fitting:
+            raise ValueError(f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window")
+        with tqdm(total=n_scored, unit="tok", unit_scale=True, desc=f"length {length}", leave=False) as bar:
+            losses = window_loss(model, tokens, length, bar)
+        if length == max(fitting):
+            bins = np.array_split(losses, min(128, length))
+            starts = np.cumsum([0] + [len(b) for b in bins[:-1]])
+            by_position.update(start=starts.tolist(), loss=[round(float(b.mean()), 5) for b in bins])
+        loss = float(losses.mean())
+        return {"loss": loss, "perplexity": math.exp(loss), "tokens": len(tokens) // length * length}
+
+    more = {"data": str(data.folder), "step": state["step"], "curve": training_curve(args.checkpoint)}
+    evaluate_lengths(args, "perplexity", evaluate, model, about, **more, loss_by_position=by_position)
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

@@ -1,0 +1,278 @@
+"""
+A GPT with a switchable position embedding: pre-norm RMSNorm, SwiGLU, no biases, no dropout, untied embeddings.
+
+Everything about position is behind `self.pos` (fope.py). Nothing here knows a maximum length: train_len is only what the
+embedding is told, and any T can be read afterwards.
+
+    config = GPTConfig.preset("60M", pos="fope", train_len=512)
+    model = GPT(config)
+    loss = model(idx, targets)      # idx, targets (B, T) -> scalar
+    logits = model(idx)             # (B, T, vocab_size)
+"""
+
+import json
+import os
+import zipfile
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fope import POSITION_EMBEDDINGS
+
+# name: (n_layer, n_head, n_embd). The paper's sizes (Table 3) count blocks + output head; the input table comes on top.
+SIZES = {
+    "tiny": (4, 4, 128),  # 1.0M in the blocks, for a CPU
+    "20M": (8, 4, 256),
+    "60M": (8, 8, 512),
+    "180M": (8, 8, 1024),
+    "1.2B": (16, 16, 2048),
+}
+FOPE_SIGMA = {"180M": 0.4, "1.2B": 0.6}  # Table 3; FoPE's own default 0.3 is the 60M value
+
+
+@dataclass
+class GPTConfig:
+    pos: str = "fope"  # a name in fope.POSITION_EMBEDDINGS
+    pos_args: dict = field(default_factory=dict)  # its further keywords, such as {"sigma": 0.4}
+    train_len: int = 512  # tokens per training sequence
+    vocab_size: int = 50257
+    n_layer: int = 8
+    n_head: int = 8
+    n_embd: int = 512
+    theta: float = 10000.0
+    seed: int = 0  # of the weights and of the embedding's random coefficients
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @classmethod
+    def preset(cls, name, **overrides):
+        """The config of one of the SIZES, with any field overridden."""
+        if name not in SIZES:
+            raise ValueError(f"unknown preset {name!r}; known: {', '.join(SIZES)}")
+        config = cls(**{**dict(zip(("n_layer", "n_head", "n_embd"), SIZES[name], strict=True)), **overrides})
+        if config.pos == "fope" and name in FOPE_SIGMA:
+            config.pos_args = {"sigma": FOPE_SIGMA[name], **config.pos_args}
+        return config
+
+
+def make_pos(config):
+    """The position embedding that a config names. Raises ValueError for what it does not know."""
+    if config.pos not in POSITION_EMBEDDINGS:
+        raise ValueError(f"unknown position embedding {config.pos!r}; known: {', '.join(POSITION_EMBEDDINGS)}")
+    shape = dict(head_dim=config.head_dim, n_head=config.n_head, train_len=config.train_len, theta=config.theta)
+    try:
+        return POSITION_EMBEDDINGS[config.pos](**shape, **config.pos_args)
+    except TypeError as e:
+        raise ValueError(f"position embedding {config.pos!r} does not take {config.pos_args}: {e}") from None
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.pos = make_pos(config)
+
+    def forward(self, x):
+        B, T, C = x.size()
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, n_head, T, head_dim)
+        q, k = self.pos.rotate(q, k)
+        y = self.pos.attend(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """SwiGLU: one projection to 8 n_embd, half of it the gate of the other half, back from 4 n_embd."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 8 * config.n_embd, bias=False)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        x, gate = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * x)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.attn = Attention(config)
+        self.norm2 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.mlp = MLP(config)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd {config.n_embd} is not divisible by n_head {config.n_head}")
+        self.config = config
+        padded_vocab = -(-config.vocab_size // 128) * 128  # matrix products like multiples of 128
+        with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
+            torch.manual_seed(config.seed)
+            self.embed = nn.Embedding(padded_vocab, config.n_embd)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
+            self.head = nn.Linear(config.n_embd, padded_vocab, bias=False)
+            torch.manual_seed(config.seed)  # again: the weights must not depend on how much the embedding has drawn
+            self.apply(self._init_weights)
+
+    @staticmethod
+    def _init_weights(module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.06, b=0.06)
+
+    def num_params(self):
+        """Parameters in blocks and head, the way the paper counts its sizes: all but the input table."""
+        return sum(p.numel() for p in self.parameters()) - self.embed.weight.numel()
+
+    def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
+        """
+        idx (B, T) token ids. Without targets: logits (B, T, vocab_size), or those of `positions`, an index into T. With
+        targets (B, T): the mean cross-entropy in nats, or with reduction="none" the loss of each position, (B, T).
+        """
+        x = self.embed(idx)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            return self.head(x[:, positions])[..., : self.config.vocab_size]
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
+        return loss.mean() if reduction == "mean" else loss.view_as(targets)
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
+        """Append max_new_tokens to idx (B, T). temperature 0 takes the most likely token. The whole text is read again
+        for each token: slow, and the same computation as in training at every length."""
+        for _ in range(max_new_tokens):
+            logits = self(idx, positions=[-1])[:, 0].float()
+            if temperature == 0:
+                next_token = logits.argmax(dim=-1, keepdim=True)
+            else:
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, -float("inf"))
+                probs = F.softmax(logits / temperature, dim=-1)
+                next_token = torch.multinomial(probs, num_samples=1, generator=generator)
+            idx = torch.cat((idx, next_token), dim=1)
+        return idx
+
+
+def autocast(device):
+    """bf16 where a CUDA device has it, fp32 elsewhere."""
+    use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast("cuda", dtype=torch.bfloat16) if use_bf16 else nullcontext()
+
+
+LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
+
+
+def linear_cross_entropy(x, weight, targets):
+    """
+    Cross-entropy of each row: x (N, C), weight (V, C), targets (N,) -> (N,) fp32, without all N x V logits at once.
+
+    At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB. So they are made in slices of rows, and where
+    gradients are needed made again in the backward pass. What fits one slice is computed directly.
+    """
+
+    def slice_loss(x, weight, targets):
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="none")
+
+    rows = max(1, LOGITS_PER_SLICE // len(weight))
+    if len(x) <= rows:
+        return slice_loss(x, weight, targets)
+    if torch.is_grad_enabled():
+        slices = [
+            checkpoint(slice_loss, x[i : i + rows], weight, targets[i : i + rows], use_reentrant=False)
+            for i in range(0, len(x), rows)
+        ]
+    else:
+        slices = [slice_loss(x[i : i + rows], weight, targets[i : i + rows]) for i in range(0, len(x), rows)]
+    return torch.cat(slices)
+
+
+# -----------------------------------------------------------------------------
+# files
+
+
+def write_atomically(path, write):
+    """Call write(temporary path), then rename: a run killed half-way leaves the old file or the new one, never a half."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def write_json(path, content):
+    write_atomically(Path(path), lambda p: p.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+
+
+def read_json(path):
+    """A json object from a file. Raises ValueError or OSError with one sentence."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path}") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged: it is not JSON ({e})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it is not a JSON object")
+    return content
+
+
+# -----------------------------------------------------------------------------
+# checkpoints: a folder with config.json, written once, and checkpoint.pt (weights, optimizer, step), replaced as a whole
+
+
+def save_checkpoint(folder, model, about=None, **state):
+    """Write the model, its config, `about` (json: the data, tokenizer and flags it came from) and any further state."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {"model": asdict(model.config), **(about or {})})
+    state = {"model": model.state_dict(), **state}
+    write_atomically(folder / "checkpoint.pt", lambda p: torch.save(state, p))
+
+
+def load_checkpoint(folder, device="cpu"):
+    """
+    Read what save_checkpoint wrote: (model, about, state). The state's tensors stay on disk until they are used.
+
+    Raises OSError or ValueError, each with one sentence, for a folder that is no checkpoint or is damaged.
+    """
+    folder = Path(folder)
+    about = read_json(folder / "config.json")
+    path = folder / "checkpoint.pt"
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint in {folder}: {path.name} is missing")
+    try:
+        config = GPTConfig(**about.pop("model"))
+        unknown = [f.name for f in fields(config) if not isinstance(getattr(config, f.name), f.type)]
+        if unknown:
+            raise TypeError(f"bad value of {', '.join(unknown)}")
+        model = GPT(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as e:
+        raise ValueError(f"{folder / 'config.json'} does not describe a model of this project: {e}") from None
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.save writes a zip with a checksum of every tensor
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"bad checksum of {damaged}")
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        model.load_state_dict(state["model"])
+    except Exception as e:  # whatever a foreign or damaged file makes zipfile, pickle or torch raise
+        reason = str(e).strip().split("\n")[0]
+        raise ValueError(f"{path} is damaged or was not written by this project: {reason}") from None
+    return model.to(device), about, state

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Lint and tests, on a CPU, without a network after the installation: about 3 minutes on 2 slow cores.
+#
+#   bash runs/test.sh              everything
+#   bash runs/test.sh -k rope      further words go to pytest
+set -euo pipefail
+if [ "${1:-}" = "--help" ] || [ "${1:-}" = "-h" ]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit 0
+fi
+. "$(dirname "$0")/setup.sh"
+ruff check .
+ruff format --check .
+python -m pytest -q "$@"

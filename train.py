@@ -1,0 +1,275 @@
+"""
+Train a GPT with the position embedding of your choice, on one CPU or one GPU.
+
+    python train.py --data data/sotu --pos fope --preset tiny --passkey_frac 0.3 --out runs_out/fope      minutes on a CPU
+    python train.py --data data/c4 --pos fope --preset 60M --compile --out runs_out/fope_60M              the paper's recipe
+
+Writes to --out: log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step. Ctrl-C or SIGTERM finishes the
+step and saves; the same command with --resume continues, on a CPU with bit-identical weights.
+"""
+
+import json
+import math
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from eval_passkey import PasskeyTask
+from eval_perplexity import check_device, window_loss
+from fope import POSITION_EMBEDDINGS
+from model import GPT, SIZES, GPTConfig, autocast, load_checkpoint, save_checkpoint
+from prepare_data import ArgumentParser, TokenData, one_sentence_errors
+
+# What --preset decides where no flag does. The paper: 10B tokens in steps of 1024 sequences of 512, learning rate 6e-4.
+# A tiny model with a tiny budget learns more from many small steps.
+PAPER_RECIPE = dict(train_len=512, tokens=10_000_000_000, batch_size=1024, grad_accum=16, lr=6e-4)
+RECIPES = {size: PAPER_RECIPE for size in SIZES} | {
+    "tiny": dict(train_len=128, tokens=1_000_000, batch_size=8, grad_accum=1, lr=2e-3)
+}
+
+
+class Batches:
+    """
+    The training sequences as a pure function of their number, so that any step can be made again, by any process.
+
+    Text is cut into windows of train_len; each is visited once per epoch, in an order that the seed and the epoch give.
+    A share passkey_frac of the sequences, evenly spread, are passkey documents of the training length instead.
+    """
+
+    def __init__(self, data, train_len, batch_size, seed, passkey_frac=0.0, task=None):
+        self.data, self.train_len, self.batch_size, self.seed = data, train_len, batch_size, seed
+        self.passkey_frac, self.task = passkey_frac, task
+        self.n_windows = (len(data) - 1) // train_len
+        if self.n_windows < 1:
+            raise ValueError(f"{data.folder} has {len(data):,} training tokens, too few for one window of {train_len:,}")
+        self.epoch, self.order = None, None
+
+    def text(self, i):
+        """The i-th text window of training: train_len + 1 tokens, the last one the target of the one before."""
+        epoch, position = divmod(i, self.n_windows)
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng((self.seed, 0, epoch)).permutation(self.n_windows)
+        return self.data.read(int(self.order[position]) * self.train_len, self.train_len + 1)
+
+    def passkey(self, i):
+        """The i-th passkey document: train_len tokens and the end of text."""
+        tokens, _, _ = self.task.sample(self.train_len, np.random.default_rng((self.seed, 1, i)))
+        return np.append(tokens, self.data.meta["eot"])
+
+    def sequence(self, i):
+        n_passkeys = math.floor(i * self.passkey_frac)  # among the i sequences before this one
+        is_passkey = math.floor((i + 1) * self.passkey_frac) > n_passkeys
+        return self.passkey(n_passkeys) if is_passkey else self.text(i - n_passkeys)
+
+    def batch(self, step):
+        """(batch_size, train_len + 1) int64, the sequences of one optimizer step."""
+        first = step * self.batch_size
+        return torch.from_numpy(np.stack([self.sequence(first + b) for b in range(self.batch_size)]))
+
+
+def learning_rate(step, n_steps, warmup_steps, peak):
+    """Linear warm-up, then a cosine to 10 % of the peak at the last step."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, n_steps - 1 - warmup_steps)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def parse_args(argv):
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    # data
+    add("--data", required=True, help="folder that prepare_data.py wrote")
+    add("--passkey_frac", type=float, default=0.0, help="share of the sequences that are passkey documents")
+    # model
+    add("--preset", default="tiny", choices=SIZES, help="size of the model")
+    add("--pos", default="fope", choices=POSITION_EMBEDDINGS, help="position embedding")
+    add("--pos_args", nargs="*", default=[], metavar="K=V", help="its keywords, for example variant=paper sigma=0.4")
+    add("--n_layer", type=int, help="instead of the preset's")
+    add("--n_head", type=int, help="instead of the preset's")
+    add("--n_embd", type=int, help="instead of the preset's")
+    add("--train_len", type=int, help="tokens per sequence (default: 128 for tiny, else 512)")
+    # optimization
+    add("--tokens", type=int, help="training tokens, rounded up to whole steps (default: 1M for tiny, else the paper's 10B)")
+    add("--batch_size", type=int, help="sequences per optimizer step (default: 8 for tiny, else 1024)")
+    add("--grad_accum", type=int, help="parts that a step is computed in, to fit memory (default: 1 for tiny, else 16)")
+    add("--lr", type=float, help="peak learning rate (default: 2e-3 for tiny, else 6e-4)")
+    add("--warmup_steps", type=int, help="default: the paper's 10,000 at 10B tokens and more, else 5 %% of the steps")
+    add("--weight_decay", type=float, default=0.1, help="on every parameter, as in the paper")
+    add("--seed", type=int, default=0, help="of the weights and of the data order")
+    # run
+    add("--out", required=True, help="folder of the run, for example runs_out/fope")
+    add("--resume", action="store_true", help="continue the run in --out")
+    add("--stop_at", type=int, help="save and stop after this step, as Ctrl-C would")
+    add("--save_every", type=int, default=1000, help="steps between checkpoints")
+    add("--eval_every", type=int, help="steps between validation losses (default: 10 in a run)")
+    add("--eval_tokens", type=int, default=65536, help="validation tokens read for the loss at the training length")
+    add("--log_every", type=int, default=10, help="steps between lines of log.jsonl")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    add("--compile", action="store_true", help="torch.compile the blocks")
+    args = parser.parse_args(argv)
+
+    for name, value in RECIPES[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    counts = ("n_layer", "n_head", "n_embd", "train_len", "tokens", "batch_size", "grad_accum", "stop_at")
+    for name in (*counts, "save_every", "eval_every", "eval_tokens", "log_every"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    for name, low, high in (("passkey_frac", 0, 1), ("lr", 0, math.inf), ("weight_decay", 0, math.inf)):
+        if not low <= getattr(args, name) <= high:
+            raise ValueError(f"--{name} must be between {low} and {high}")
+    if args.batch_size % args.grad_accum:
+        raise ValueError(f"--batch_size {args.batch_size} is not divisible by --grad_accum {args.grad_accum}")
+    if args.seed < 0:
+        raise ValueError("--seed must be at least 0")
+    return args
+
+
+def parse_pos_args(pairs):
+    """["sigma=0.4", "variant=paper"] -> {"sigma": 0.4, "variant": "paper"}"""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value")
+
+    def value(text):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {key: value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    out, device = Path(args.out), check_device(args.device)
+
+    # data
+    data = TokenData(args.data, "train")
+    val_data = TokenData(args.data, "val")
+    val_tokens = val_data.read(0, min(len(val_data), args.eval_tokens + 1))
+    if len(val_tokens) <= args.train_len:
+        raise ValueError(f"{args.data} has {len(val_data):,} validation tokens, too few for --train_len {args.train_len:,}")
+    task = PasskeyTask(data.tokenizer()) if args.passkey_frac else None
+    batches = Batches(data, args.train_len, args.batch_size, args.seed, args.passkey_frac, task)
+    if task:
+        batches.passkey(0)  # a training length that the prompt does not fit is an error now, not later
+
+    # schedule
+    tokens_per_step = args.batch_size * args.train_len
+    n_steps = math.ceil(args.tokens / tokens_per_step)
+    if args.warmup_steps is None:
+        args.warmup_steps = 10_000 if args.tokens >= 10_000_000_000 else max(1, n_steps // 20)
+    eval_every = args.eval_every or max(1, n_steps // 10)
+
+    # what defines the run: a resumed run must not differ in it
+    training = {
+        k: v for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "device", "save_every", "log_every")
+    }
+    about = {"data": args.data, "tokenizer": data.tokenizer_id(), "training": training}
+
+    # model and optimizer
+    if args.resume:
+        model, saved, state = load_checkpoint(out, device)
+        for name, value in training.items():
+            if saved["training"].get(name) != value:
+                raise ValueError(f"{out} was started with --{name} {saved['training'].get(name)}, not {value}: cannot resume")
+        if saved["tokenizer"] != about["tokenizer"]:
+            raise ValueError(f"{out} was started with the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")
+    else:
+        if (out / "checkpoint.pt").exists():
+            raise ValueError(f"{out} already holds a run; continue it with --resume or choose another --out")
+        overrides = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
+        overrides.update(pos=args.pos, pos_args=parse_pos_args(args.pos_args), train_len=args.train_len, seed=args.seed)
+        model = GPT(GPTConfig.preset(args.preset, vocab_size=data.meta["vocab_size"], **overrides)).to(device)
+        state = None
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay, fused=True
+    )
+    step = 0
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+        del state
+    if args.compile:
+        for block in model.blocks:
+            block.compile()
+    print(f"{args.pos}: {model.num_params():,} parameters in blocks + head, {model.embed.weight.numel():,} in the input table")
+    print(f"{n_steps:,} steps of {tokens_per_step:,} tokens; {batches.n_windows:,} windows of text; on {device}")
+
+    # the log: a run that was killed may have logged steps that its checkpoint does not have
+    out.mkdir(parents=True, exist_ok=True)
+    log_path = out / "log.jsonl"
+    old_lines = log_path.read_text().splitlines(keepends=True) if step else []
+    log_path.write_text("".join(line for line in old_lines if json.loads(line)["step"] <= step))
+    tokenizer_path = data.folder / "tokenizer.tiktoken"
+    if tokenizer_path.exists():
+        shutil.copy(tokenizer_path, out)  # so that the checkpoint can be evaluated without its data
+
+    def save():
+        save_checkpoint(out, model, about, optimizer=optimizer.state_dict(), step=step)
+
+    stop_signal = None
+
+    def on_signal(number, frame):
+        nonlocal stop_signal
+        stop_signal = number
+
+    previous_handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    bar = tqdm(initial=step * tokens_per_step, total=n_steps * tokens_per_step, unit="tok", unit_scale=True, desc=args.pos)
+    last_time, last_step, val_loss = time.time(), step, None
+    while step < n_steps and stop_signal is None and step != args.stop_at:
+        lr = learning_rate(step, n_steps, args.warmup_steps, args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = 0.0
+        for part in batches.batch(step).chunk(args.grad_accum):
+            part = part.to(device, non_blocking=True)
+            with autocast(device):
+                part_loss = model(part[:, :-1], part[:, 1:]) / args.grad_accum
+            part_loss.backward()
+            loss += part_loss.item()
+        if not math.isfinite(loss):
+            bar.close()
+            raise ValueError(f"the loss of step {step + 1} is {loss}; a checkpoint in {out} is from before it")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+
+        bar.update(tokens_per_step)
+        if step % args.log_every == 0 or step % eval_every == 0 or step == n_steps:
+            rate = (step - last_step) * tokens_per_step / (time.time() - last_time)
+            line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr, "tokens_per_s": round(rate)}
+            if step % eval_every == 0 or step == n_steps:
+                val_loss = line["val_loss"] = float(window_loss(model, val_tokens, args.train_len).mean())
+            with open(log_path, "a") as f:
+                f.write(json.dumps(line) + "\n")
+            bar.set_postfix(loss=f"{loss:.3f}", val=f"{val_loss:.3f}" if val_loss else "-", lr=f"{lr:.1e}", refresh=False)
+            last_time, last_step = time.time(), step
+        if step % args.save_every == 0 and step < n_steps:
+            save()
+    bar.close()
+    for s, handler in previous_handlers.items():
+        signal.signal(s, handler)
+    save()
+    if step < n_steps:
+        print(f"stopped at step {step:,} of {n_steps:,} and saved; the same command with --resume continues")
+        if stop_signal is not None:
+            sys.exit(128 + stop_signal)
+    else:
+        print(
+            f"done: {n_steps:,} steps, validation loss {val_loss:.4f}; now: python eval_perplexity.py {shlex.quote(str(out))}"
+        )
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()
