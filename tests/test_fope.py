@@ -1,0 +1,251 @@
+"""The embeddings against their formulas, written a second time in the slowest and most literal way."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fope import POSITION_EMBEDDINGS, ALiBi, FoPE, NoPE, RoPE, alibi_slopes, apply_rotation, rope_freqs, rotation_tables
+
+SHAPE = dict(head_dim=16, n_head=2, train_len=40)
+CASES = [(name, {}) for name in POSITION_EMBEDDINGS] + [("fope", {"variant": "paper"}), ("fope", {"n_freq": 12})]
+
+
+def make(name="fope", **kwargs):
+    torch.manual_seed(0)
+    return POSITION_EMBEDDINGS[name](**{**SHAPE, **kwargs})
+
+
+def draw(T, head_dim=16, n_head=2, seed=1):
+    return torch.randn(3, 2, n_head, T, head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def softmax_attention(pos, q, k, v):
+    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()
+    return pos.scores(q, k).masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
+
+
+# --- all embeddings
+
+
+@pytest.mark.parametrize("name, kwargs", CASES)
+@pytest.mark.parametrize("T", [1, 39, 640])  # 640 = 16 times the training length
+def test_fused_attention_is_softmax_of_the_scores(name, kwargs, T):
+    """attend() is what the model runs, scores() is what a reader understands: they must be the same function."""
+    pos, (q, k, v) = make(name, **kwargs), draw(T)
+    fused = pos.attend(*pos.rotate(q, k), v)
+    torch.testing.assert_close(fused, softmax_attention(pos, q, k, v), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, kwargs", CASES)
+def test_fused_attention_has_the_gradients_of_the_scores(name, kwargs):
+    pos, qkv = make(name, **kwargs), draw(50).requires_grad_()
+    (fused,) = torch.autograd.grad(pos.attend(*pos.rotate(qkv[0], qkv[1]), qkv[2]).square().sum(), qkv)
+    (explicit,) = torch.autograd.grad(softmax_attention(pos, *qkv).square().sum(), qkv)
+    torch.testing.assert_close(fused, explicit, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi", "rope"])
+def test_scores_depend_on_distance_only(name):
+    """The same content at every position: then score(i, j) may only depend on i - j."""
+    q, k, _ = draw(1)
+    s = make(name).scores(q.expand(-1, -1, 60, -1), k.expand(-1, -1, 60, -1))
+    torch.testing.assert_close(s[..., 1:, 1:], s[..., :-1, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_fope_scores_depend_on_distance_only_without_noise():
+    """With noise cos_coef and sin_coef differ, and e^{i w t} is no longer what multiplies; without, FoPE is relative."""
+    q, k, _ = draw(1)
+    q, k = q.expand(-1, -1, 60, -1), k.expand(-1, -1, 60, -1)
+    for variant in ("paper", "released"):
+        s = make(sigma=0.0, variant=variant).scores(q, k)
+        torch.testing.assert_close(s[..., 1:, 1:], s[..., :-1, :-1], atol=1e-5, rtol=1e-5)
+        s = make(sigma=0.3, variant=variant).scores(q, k)
+        assert (s[..., 1:, 1:] - s[..., :-1, :-1]).abs().max() > 0.01
+
+
+# --- rotation and RoPE
+
+
+def test_rope_frequencies():
+    assert rope_freqs(8, 10000.0).tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    assert rope_freqs(4, 100.0).tolist() == pytest.approx([1.0, 0.1])
+
+
+@given(t=st.integers(0, 5000), m=st.integers(0, 7))
+@settings(max_examples=30, deadline=None)
+def test_rotation_is_complex_multiplication(t, m):
+    x = draw(1)[0, 0, 0]
+    cos, sin = rotation_tables(rope_freqs(16), t + 1)
+    y = apply_rotation(x, cos[t:], sin[t:])[0]
+    expected = complex(x[0, m], x[0, m + 8]) * cmath.exp(1j * t * 10000 ** (-2 * m / 16))
+    assert abs(complex(y[m], y[m + 8]) - expected) < 1e-3
+
+
+def test_rotation_is_computed_in_fp32_and_returned_in_the_dtype():
+    pos, (q, k, _) = make("rope"), draw(640)
+    half = pos.rotate(q.bfloat16(), k.bfloat16())[0]
+    assert half.dtype == torch.bfloat16
+    exact = pos.rotate(q.bfloat16().float(), k.float())[0]
+    assert torch.equal(half, exact.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast would round FoPE's products
+        assert torch.equal(make().make_tables(640)[0], make_tables_without_autocast(640)[0])
+
+
+def make_tables_without_autocast(T):
+    with torch.autocast("cpu", enabled=False):
+        return make().make_tables(T)
+
+
+# --- ALiBi
+
+
+def test_alibi_slopes():
+    assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+    # 12 heads: those of 8, then every other of 16, as published
+    assert alibi_slopes(12).tolist() == pytest.approx([2.0**-h for h in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5])
+    assert len(alibi_slopes(1)) == 1 and len(alibi_slopes(7)) == 7
+
+
+def test_alibi_bias_is_the_published_one():
+    pos, (q, k, _) = ALiBi(head_dim=16, n_head=12, train_len=40), draw(9, n_head=12)
+    plain = NoPE(head_dim=16, n_head=12, train_len=40).scores(q, k)
+    slopes = alibi_slopes(12)
+    for h, i, j in [(0, 5, 2), (11, 8, 0), (7, 3, 3)]:
+        expected = plain[:, h, i, j] - slopes[h] * (i - j)
+        torch.testing.assert_close(pos.scores(q, k)[:, h, i, j], expected)
+
+
+def test_alibi_stays_linear_in_bf16_at_8192():
+    """bf16 has 8 bits of mantissa: a position as one number would be rounded to multiples of 32 at 8192."""
+    T = 8192
+    pos = ALiBi(head_dim=16, n_head=8, train_len=40)
+    q = torch.zeros(1, 8, T, 16, dtype=torch.bfloat16)
+    v = torch.zeros_like(q)
+    v[..., -1, 0] = 1.0  # how much the last query sees of the last key ...
+    v[..., -9, 1] = 1.0  # ... and of the one 8 before
+    y = pos.attend(q, q, v)[0, :, -1].float()
+    torch.testing.assert_close(torch.log(y[:, 0] / y[:, 1]), 8 * pos.slopes, atol=0.02, rtol=0.02)
+
+
+# --- FoPE
+
+
+def fope_by_hand(pos, x, t, h):
+    """One vector x of head h at position t, rotated by Eq. 9-11 with explicit sums over the frequencies."""
+    M, (D, K) = pos.head_dim // 2, pos.cos_coef.shape[1:]
+    y = [0.0] * (2 * M)
+    for m in range(M):
+        if m < K:
+            c = sum(math.cos(t * float(pos.freqs[d])) * float(pos.cos_coef[h, d, m]) for d in range(D))
+            s = sum(math.sin(t * float(pos.freqs[d])) * float(pos.sin_coef[h, d, m]) for d in range(D))
+        else:
+            c, s = 1.0, (1.0 if pos.variant == "released" else 0.0)
+        y[m] = float(x[m]) * c - float(x[m + M]) * s
+        y[m + M] = float(x[m + M]) * c + float(x[m]) * s
+    return torch.tensor(y)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"n_freq": 9}, {"variant": "paper", "n_freq": 20, "sigma": 0.5}])
+def test_fope_is_a_fourier_series_per_dimension(kwargs):
+    pos, (q, k, _) = make(**kwargs), draw(100)
+    rotated = pos.rotate(q, k)[1]
+    for t, h in [(0, 0), (1, 1), (39, 0), (99, 1)]:
+        torch.testing.assert_close(rotated[1, h, t], fope_by_hand(pos, k[1, h, t], t, h), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("train_len", [16, 40, 128, 512, 4096])
+def test_floor_keeps_exactly_the_frequencies_that_complete_a_cycle(train_len):
+    pos = FoPE(head_dim=64, n_head=2, train_len=train_len, variant="paper")
+    expected = [w for w in rope_freqs(64).tolist() if w * train_len >= 2 * math.pi]
+    assert pos.freqs.tolist() == expected
+    assert pos.cos_coef.shape == (2, len(expected), len(expected))
+
+
+def test_released_variant_caps_the_outputs_and_strides_the_identity():
+    """head_dim 64 at 1024: 18 frequencies, 16 outputs, weight 1 at every second frequency, the last columns noise alone."""
+    pos = FoPE(head_dim=64, n_head=8, train_len=1024, sigma=0.0)
+    assert pos.cos_coef.shape == (8, 18, 16)
+    expected = torch.zeros(18, 16)
+    for k in range(9):
+        expected[2 * k, k] = 1.0
+    assert torch.equal(pos.cos_coef[3], expected) and torch.equal(pos.sin_coef[0], expected)
+
+
+def test_noise_has_the_documented_size():
+    torch.manual_seed(0)
+    shape = dict(head_dim=64, n_head=8, train_len=512, sigma=0.3)
+    for variant, std in [("released", 0.0217), ("paper", 0.3)]:
+        pos = FoPE(variant=variant, **shape)
+        noise = pos.sin_coef - torch.eye(16)
+        assert noise.std().item() == pytest.approx(std, rel=0.1), variant
+        assert not torch.equal(pos.sin_coef, pos.cos_coef) and not torch.equal(noise[0], noise[1])
+
+
+def test_identity_coefficients_and_no_floor_are_rope():
+    fope = make(variant="paper", sigma=0.0, train_len=10**9)
+    q, k, _ = draw(200)
+    for ours, ropes in zip(fope.rotate(q, k), make("rope").rotate(q, k), strict=True):
+        torch.testing.assert_close(ours, ropes, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant, gain", [("paper", 1.0), ("released", 2.0)])
+def test_zero_frequency_dimensions_ignore_position(variant, gain):
+    """They carry content alone; with sin = 1 (released) their share of q.k is exactly doubled."""
+    pos, (q, k, _) = make(variant=variant), draw(100)
+    K, M = pos.cos_coef.size(-1), pos.head_dim // 2
+    zero = [*range(K, M), *range(M + K, 2 * M)]
+    assert len(zero) >= 4
+    keep = torch.zeros(2 * M)
+    keep[zero] = 1.0
+    torch.testing.assert_close(pos.scores(q * keep, k), gain * NoPE(**SHAPE).scores(q * keep, k), atol=1e-5, rtol=1e-4)
+
+
+def test_floor_belongs_to_the_training_length():
+    """Reading a longer text first must not change what happens to a short one."""
+    pos, (q, k, _) = make(), draw(640)
+    short = make().rotate(q[..., :40, :], k[..., :40, :])[0]
+    torch.testing.assert_close(pos.rotate(q, k)[0][..., :40, :], short, atol=1e-6, rtol=0)
+    torch.testing.assert_close(pos.rotate(q[..., :40, :], k[..., :40, :])[0], short, atol=1e-6, rtol=0)
+
+
+def test_cached_tables_follow_their_coefficients():
+    """The tables are built once per length, so a loaded, copied or replaced coefficient must drop them."""
+    pos, other, (q, k, _) = make(), FoPE(**SHAPE, sigma=1.0), draw(30)
+    before = pos.rotate(q, k)[0]
+    pos.load_state_dict(other.state_dict())
+    assert torch.equal(pos.rotate(q, k)[0], other.rotate(q, k)[0])
+    pos.load_state_dict(make().state_dict())
+    assert torch.equal(pos.rotate(q, k)[0], before)
+    pos.cos_coef.mul_(2.0)
+    assert not torch.equal(pos.rotate(q, k)[0], before)
+    pos.cos_coef = make().cos_coef
+    assert torch.equal(pos.rotate(q, k)[0], before)
+
+
+def test_coefficients_are_frozen_and_saved():
+    pos = make(n_freq=12)
+    assert not list(pos.parameters())
+    assert set(pos.state_dict()) == {"freqs", "sin_coef", "cos_coef"}
+    assert set(make("rope").state_dict()) == set()  # RoPE's follow from the config
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"variant": "original"}, "released, paper"),
+        ({"n_freq": 1}, "n_freq is 1"),
+        ({"train_len": 6}, "train_len 6"),
+        ({"head_dim": 15}, "must be even"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        make(**kwargs)
+
+
+def test_registry_is_complete():
+    assert {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE} == POSITION_EMBEDDINGS
