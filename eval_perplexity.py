@@ -110,11 +110,15 @@ def provenance(device):
     }
 
 
-def training_curve(folder):
-    """[[tokens, train loss, val loss or None], ...] of the run, from its log.jsonl where there is one."""
-    path = Path(folder) / "log.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [[r["tokens"], r["loss"], r.get("val_loss")] for r in map(json.loads, lines)]
+def read_log(folder):
+    """The lines of a run's log.jsonl as dicts, up to one that a killed run has left half-written; [] without a log."""
+    path, lines = Path(folder) / "log.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
 
 
 def evaluate_lengths(args, kind, evaluate, model, about, **more):
@@ -185,7 +189,8 @@ def main(argv=None):
         loss = float(losses.mean())
         return {"loss": loss, "perplexity": math.exp(loss), "tokens": len(tokens) // length * length}
 
-    more = {"data": str(data.folder), "step": state["step"], "curve": training_curve(args.checkpoint)}
+    curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in read_log(args.checkpoint)]
+    more = {"data": str(data.folder), "step": state["step"], "curve": curve}
     evaluate_lengths(args, "perplexity", evaluate, model, about, **more, loss_by_position=by_position)
 
 

