@@ -27,7 +27,7 @@ start=$SECONDS
 . "$(dirname "$0")/setup.sh"
 
 # Passkeys are learned by many small steps: 4 sequences each. head_dim 64 leaves FoPE 11 of 32 frequencies above its floor.
-model=(--preset tiny --n_head 2 --train_len 128 --batch_size 4 --lr 3e-3 --passkey_frac 0.7 --device cpu)
+model=(--preset tiny --n_head 2 --train_len 128 --batch_size 4 --lr 3e-3 --passkey_frac 0.7 --eval_tokens 32768 --device cpu)
 if [ -n "$quick" ]; then
     budget=(--tokens 60000) ppl=(--max_tokens 20000) passkey=(--trials 16)
 else
@@ -58,7 +58,7 @@ show_progress() { # the last line of each running log, on a terminal in place, e
     local name line text=
     for name in "${names[@]}"; do
         [ -e "$out/logs/$name" ] && [ ! -e "$out/results/${name}_passkey.json" ] || continue
-        line=$(tail -c 300 "$out/logs/$name" | tr '\r' '\n' | grep -v '^ *$' | tail -n 1 | cut -c 1-100 || true)
+        line=$(tail -c 300 "$out/logs/$name" | tr '\r' '\n' | grep -av '^ *$' | tail -n 1 | cut -c 1-100 || true)
         text+="   $name | $line"$'\n'
     done
     if [ -t 1 ]; then
