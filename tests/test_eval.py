@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, refuses, write_text
+from conftest import refuses, write_text
 
 import eval_passkey
 import eval_perplexity
@@ -17,7 +17,7 @@ import plot
 import prepare_data
 from eval_passkey import FILLER, PasskeyTask, passkey_accuracy, wilson_interval
 from eval_perplexity import window_loss
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
 from prepare_data import load_tokenizer
 
 # --- perplexity
@@ -225,6 +225,9 @@ def test_another_tokenizer_is_refused(checkpoint, data_folder, tmp_path):
     ]
     prepare_data.main(argv)
     refuses(eval_perplexity.main, [checkpoint, "--data", tmp_path / "d"], "tokenizer bpe:512", "byte")
+    untold = tmp_path / "untold"
+    save_checkpoint(untold, load_checkpoint(checkpoint)[0])  # from a notebook, say
+    refuses(eval_passkey.main, [untold], "not one that train.py wrote")
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
     (moved / "tokenizer.tiktoken").unlink()
     refuses(eval_passkey.main, [moved], "tokenizer.tiktoken")
@@ -282,14 +285,3 @@ def test_foreign_results_are_refused(tmp_path):
     a, b = result_file(tmp_path, "perplexity", "rope", 0, 1.0), result_file(tmp_path, "perplexity", "rope", 1, 1.0)
     b.write_text(b.read_text().replace('"train_len": 128', '"train_len": 64'))
     refuses(plot.main, [a, b, "--out", tmp_path], "several training lengths")
-
-
-def test_readme_tables_are_those_of_the_committed_results(tmp_path):
-    """What the README shows must be what results/ holds."""
-    readme = (ROOT / "README.md").read_text()
-    folders = [p for p in sorted((ROOT / "results").iterdir()) if p.is_dir()]
-    assert folders, "there is no result folder"
-    for folder in folders:
-        if f"<!-- table {folder.name} -->" in readme:
-            table = plot.markdown_table(plot.load_results(sorted(folder.glob("*.json"))))
-            assert f"<!-- table {folder.name} -->\n{table}\n<!-- end {folder.name} -->" in readme, folder.name

@@ -238,6 +238,9 @@ def test_coefficients_are_frozen_and_saved():
     [
         ({"variant": "original"}, "released, paper"),
         ({"n_freq": 1}, "n_freq is 1"),
+        ({"n_freq": 3.5}, "whole number, not 0.3, 3.5"),
+        ({"sigma": -0.1}, "not negative"),
+        ({"sigma": "0.3"}, "not negative"),
         ({"train_len": 6}, "train_len 6"),
         ({"head_dim": 15}, "must be even"),
     ],
