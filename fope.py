@@ -155,7 +155,7 @@ class FoPE(RoPE):
 
         cos_table[h, t, k] = sum_d cos(t w_d) cos_coef[h, d, k]          and the same with sin
 
-    freqs (D,): the RoPE frequencies above the floor, largest first, then n_freq - K more, uniform in [0, pi].
+    freqs (D,): the RoPE frequencies above the floor, largest first, and up to n_freq further ones, uniform in [0, pi].
     cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, never trained, saved with the model.
 
     variant="released" is the authors' code, from which the paper's numbers come; "paper" is the equations to the letter:
@@ -163,7 +163,7 @@ class FoPE(RoPE):
                               "released"                                      "paper"
         outputs K             min(frequencies above the floor, head_dim/4)    all frequencies above the floor
         noise of the coef.    xavier normal, gain sigma (std 0.02 at 60M)     N(0, sigma^2)
-        weight 1 sits at      d = k, or d = k ceil(D/K) where D > K           d = k
+        weight 1 sits at      d = k; where the cap bites, every 2nd or 3rd    d = k
         dims below the floor  cos 1, sin 1                                    cos 1, sin 0
 
     With sin 1 those dimensions are turned by 45 degrees and stretched by sqrt(2), q and k alike: their share of q.k doubles.
@@ -184,10 +184,10 @@ class FoPE(RoPE):
         self.sigma, self.variant = sigma, variant
         K = min(len(kept), self.head_dim // 4) if variant == "released" else len(kept)
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
-        self.register_buffer("sin_coef", self.draw_coef(D, K))
-        self.register_buffer("cos_coef", self.draw_coef(D, K))
+        self.register_buffer("sin_coef", self.draw_coef(D, K, len(kept)))
+        self.register_buffer("cos_coef", self.draw_coef(D, K, len(kept)))
 
-    def draw_coef(self, D, K):
+    def draw_coef(self, D, K, n_kept):
         """Identity on the matching frequency plus noise: (n_head, D, K). See the table above."""
         coef = torch.empty(self.n_head, D, K)
         if self.variant == "paper":
@@ -197,13 +197,13 @@ class FoPE(RoPE):
             # On three dimensions xavier counts D K as fan-in and n_head K as fan-out, as for a convolution. That makes
             # the noise much smaller than sigma, std = sigma sqrt(2 / (K (D + n_head))), and is what the authors ran.
             nn.init.xavier_normal_(coef, gain=self.sigma)
-            d = torch.arange(0, D, math.ceil(D / K))  # may end before K: the columns left are noise alone
+            d = torch.arange(0, n_kept, math.ceil(n_kept / K))  # may end before K: the columns left are noise alone
         coef[:, d, torch.arange(len(d))] += 1.0
         return coef
 
     def make_tables(self, T):
         cos, sin = rotation_tables(self.freqs, T)
-        # fp64, because autocast and TF32 would round an fp32 product
+        # Eq. 11, in fp64 because autocast and TF32 would round an fp32 product
         cos = (cos.double() @ self.cos_coef.double()).float()
         sin = (sin.double() @ self.sin_coef.double()).float()
         n_zero = self.head_dim // 2 - cos.size(-1)

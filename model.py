@@ -12,6 +12,7 @@ embedding is told, and any T can be read afterwards.
 
 import json
 import os
+import re
 import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
@@ -218,7 +219,10 @@ def write_atomically(path, write):
 
 
 def write_json(path, content):
-    write_atomically(Path(path), lambda p: p.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+    """Indented, but with each innermost list on one line."""
+    text = json.dumps(content, indent=1) + "\n"
+    text = re.sub(r"\[\n([^\[\]{}]*?)\n *\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    write_atomically(Path(path), lambda p: p.write_text(text, encoding="utf-8"))
 
 
 def read_json(path):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained on the same text and passkeys, measured at 1x to 16x
-# the training length, drawn. About 15 minutes on 2 cores, installation included; about 3 GB of memory.
+# the training length, drawn. About 15 minutes on 2 cores, installation included.
 #
 #   bash runs/demo.sh              everything, into runs_out/demo
 #   bash runs/demo.sh --seeds 3    three seeds of each model: three times as long, figures with a spread
@@ -70,17 +70,19 @@ show_progress() { # the last line of each running log, on a terminal in place, e
     local name line text=
     for name in "${names[@]}"; do
         [ -e "$out/logs/$name" ] && [ ! -e "$out/results/${name}_passkey.json" ] || continue
-        line=$(tail -c 300 "$out/logs/$name" | tr '\r' '\n' | grep -av '^ *$' | tail -n 1 | cut -c 1-100 || true)
+        line=$(tail -c 300 "$out/logs/$name" | tr '\r' '\n' | grep -av '^ *$' | tail -n 1 | cut -c 1-80 || true)
         text+="   $name | $line"$'\n'
     done
     if [ -t 1 ]; then
-        printf '\033[J%s' "$text"
+        printf '\033[J%s' "$text" # over the last one: clear below, write, go back up
         printf '\033[%dA' "$(printf '%s' "$text" | wc -l | awk '{ print ($1 > 0) ? $1 : 1 }')"
     elif [ $((SECONDS / 60)) != "$minute" ]; then
         printf '%s' "$text"
     fi
     minute=$((SECONDS / 60))
 }
+
+clear_progress() { if [ -t 1 ]; then printf '\033[J'; fi; }
 
 set -m # each model is a process group of its own, which can be told to save and stop
 trap 'trap - INT TERM; for p in $(jobs -p); do kill -- "-$p" || true; done; wait; echo "stopped; the same command continues"; exit 130' INT TERM
@@ -94,12 +96,14 @@ for ((seed = 0; seed < seeds; seed++)); do
             continue
         fi
         while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do sleep 1; show_progress; done
+        clear_progress
         echo "== $pos, seed $seed: training and evaluating, log in $out/logs/$name"
         train_and_evaluate "$name" "$pos" "$seed" >"$out/logs/$name" 2>&1 &
     done
 done
 while [ "$(jobs -rp | wc -l)" -gt 0 ]; do sleep 1; show_progress; done
 wait
+clear_progress
 for name in "${names[@]}"; do
     if [ ! -e "$out/results/${name}_passkey.json" ]; then
         echo "error: $name failed; the end of $out/logs/$name:" >&2
