@@ -144,8 +144,10 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
             print(f"length {length:,} is skipped: {e}", file=sys.stderr)
             continue
         show = {k: v for k, v in done[length].items() if isinstance(v, int | float)}
-        factor = length / model.config.train_len
-        print(f"{length:>6} ({factor:g}x)  " + "  ".join(f"{k} {v:.4g}" for k, v in show.items()), flush=True)
+        if len(done) == 1:
+            print(f"{'length':>15}" + "".join(f"{name:>16}" for name in show))
+        cells = "".join(f"{v:>16,}" if isinstance(v, int) else f"{v:>16.4f}" for v in show.values())
+        print(f"{f'{length:,} ({length / model.config.train_len:g}x)':>15}{cells}", flush=True)
     if not done:
         raise ValueError("no length could be evaluated")
     out = Path(args.out or Path("results") / f"{Path(args.checkpoint).resolve().name}_{kind}.json")

@@ -61,6 +61,10 @@ def label_of(result):
     return f"{name} ({changes})" if changes else name
 
 
+def unit_of(results):
+    return "byte" if results[0].get("tokenizer") == "byte" else "token"
+
+
 def styles(labels):
     """{label: (colour, marker)}: the fixed ones for the plain embeddings, further ones for everything else."""
     fixed = {name: (colour, marker) for name, colour, marker in STYLES.values()}
@@ -105,8 +109,7 @@ def figure_length(results):
         note = f"mean of {seeds} seeds, band: std" if seeds > 1 else "one seed"
         if kind == "perplexity":
             draw_lines(ax, results[kind], "perplexity", style)
-            unit = "byte" if first[0].get("tokenizer") == "byte" else "token"
-            ax.set_ylabel(f"perplexity per {unit} (lower is better)")
+            ax.set_ylabel(f"perplexity per {unit_of(first)} (lower is better)")
             ax.set_title(f"Perplexity ({note})", fontsize=11)
             low, high = ax.get_ylim()
             if high > 4 * max(low, 1):
@@ -179,11 +182,12 @@ def markdown_table(results):
     """Perplexity, whole keys and digits by length, mean (std over seeds where there are several)."""
     lines = []
     rows = {
-        "perplexity": [("perplexity", "perplexity", 1, 1)],
+        "perplexity": [("perplexity per {unit}", "perplexity", 1, 2)],
         "passkey": [("whole passkeys, %", "accuracy", 100, 0), ("passkey digits, %", "token_accuracy", 100, 0)],
     }
     for kind, by_label in results.items():
         for title, name, factor, digits in rows[kind] if by_label else []:
+            title = title.format(unit=unit_of(next(iter(by_label.values()))))
             lengths = seed_stats([r for rs in by_label.values() for r in rs], name)[0]
             train_len = next(iter(by_label.values()))[0]["train_len"]
             lines += ["| " + " | ".join([title, "seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]) + " |"]

@@ -267,7 +267,7 @@ def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
     table = capsys.readouterr().out
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     assert [r[0] for r in rows[2:6]] == ["NoPE", "RoPE", "FoPE", "mine"]
-    assert rows[4] == ["FoPE", "2", "24.0 ± 5.7", "24.0 ± 5.7"]  # of 20 and 28, std with n - 1
+    assert rows[4] == ["FoPE", "2", "24.00 ± 5.66", "24.00 ± 5.66"]  # of 20 and 28, std with n - 1
     assert ["FoPE", "2", "60 ± 14", "60 ± 14"] in rows
     assert readme.read_text() == f"before\n<!-- table fig -->\n{table}<!-- end fig -->\nafter\n"
     for name in ("length", "depth", "training"):
