@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
+import matplotlib.ticker
 import numpy as np
 
 from model import read_json, write_atomically
@@ -80,12 +81,12 @@ def seed_stats(results, name):
     return lengths, values.mean(axis=0), std, len(values)
 
 
-def draw_lines(ax, by_label, name, style, **kwargs):
+def draw_lines(ax, by_label, name, style, band=True, **kwargs):
     for label, results in by_label.items():
         lengths, mean, std, n = seed_stats(results, name)
         colour, marker = style[label]
         ax.plot(lengths, mean, color=colour, marker=marker, ms=5, label=label, **kwargs)
-        if n > 1:
+        if n > 1 and band:
             ax.fill_between(lengths, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
 
 
@@ -114,9 +115,12 @@ def figure_length(results):
             low, high = ax.get_ylim()
             if high > 4 * max(low, 1):
                 ax.set_yscale("log")
+                ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
+                ax.yaxis.set_major_formatter("{x:g}")
+                ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         else:
             draw_lines(ax, results[kind], "accuracy", style)
-            draw_lines(ax, results[kind], "token_accuracy", style, ls="--", lw=0.9, alpha=0.6)
+            draw_lines(ax, results[kind], "token_accuracy", style, band=False, ls="--", lw=0.9, alpha=0.6)
             ax.set_ylim(-0.03, 1.03)
             ax.set_ylabel("passkeys retrieved (higher is better)")
             ax.set_title(f"Passkey retrieval ({note})\nsolid: whole key, dashed: share of its digits", fontsize=11)
@@ -165,7 +169,7 @@ def figure_training(by_label):
                 curve[has_val, 0] / 1e6, curve[has_val, 2], color=colour, marker=marker, ms=4, label=label if first else None
             )
     ax.set_xlabel("training tokens (millions)")
-    ax.set_ylabel("loss on text (nats per token)")
+    ax.set_ylabel(f"loss on text (nats per {unit_of(next(iter(by_label.values())))})")
     ax.set_title("Training (thin, running mean) and validation (markers) at the training length", fontsize=10)
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
