@@ -40,6 +40,6 @@ def test_files_and_flags_that_it_names_exist():
                 assert flag in text, f"{script} has no {flag}"
 
 
-@pytest.mark.parametrize("word", ["TODO", "VERDICT", "_MINUTES", "<!-- claim -->", "<!-- reading -->"])
+@pytest.mark.parametrize("word", ["TODO", "VERDICT", "MINUTES", "TESTMIN", "<!-- claim -->", "<!-- reading -->"])
 def test_nothing_is_left_to_fill_in(word):
     assert word not in README
