@@ -403,9 +403,11 @@ def training_texts(sources):
     """The training documents that the tokenizer learns from: the first BPE_TRAINING_CHARS characters."""
     total = 0
     for split, text in labelled_documents(*sources[0]):
-        if split == "train" and total < BPE_TRAINING_CHARS:
+        if split == "train":
             yield text
             total += len(text)
+        if total >= BPE_TRAINING_CHARS:
+            return
 
 
 # -----------------------------------------------------------------------------
@@ -490,12 +492,15 @@ def open_progress(out, settings):
     if saved.get("settings") != settings:
         raise ValueError(f"{out} holds data prepared with other settings; choose another --out")
     whole, broken = [], set()
-    for shard in saved["shards"]:
-        name = out / shard["name"]
-        if shard["split"] in broken or not name.exists() or file_sha256(name) != shard["sha256"]:
-            broken.add(shard["split"])
-        else:
-            whole.append(shard)
+    try:
+        for shard in saved["shards"]:
+            shard_path = out / shard["name"]
+            if shard["split"] in broken or not shard_path.exists() or file_sha256(shard_path) != shard["sha256"]:
+                broken.add(shard["split"])
+            else:
+                whole.append({**shard, "next_group": int(shard["next_group"]), "tokens": int(shard["tokens"])})
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged ({type(e).__name__} {e}); delete {out} and start again") from None
     if path.name == "meta.json" and not broken:
         return None
     progress = {"settings": settings, "shards": whole}

@@ -163,6 +163,25 @@ def test_a_lost_or_damaged_shard_is_made_again(tmp_path, harm):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "BPE_TRAINING_CHARS", 5000)
+    lines = json_lines(tmp_path / "a.jsonl.gz", ["x" * 1000] * 8)
+    with gzip.open(lines, "at") as f:
+        f.write("damaged, but never reached")
+    assert sum(map(len, prepare_data.training_texts([([lines], 0.0)]))) == 5000
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"shards": 3}', '{"shards": [{"name": "x"}]}'])
+def test_damaged_progress_is_refused_with_a_sentence(tmp_path, content):
+    argv = ["--source", write_text(tmp_path / "t"), "--tokenizer", "byte", "--out", tmp_path / "o"]
+    prepare(tmp_path / "o", *argv[:-2])
+    settings = json.loads((tmp_path / "o" / "meta.json").read_text())["settings"]
+    (tmp_path / "o" / "meta.json").unlink()
+    content = content.replace("{", '{"settings": ' + json.dumps(settings) + ", ", 1) if "shards" in content else content
+    (tmp_path / "o" / "progress.json").write_text(content)
+    refuses(prepare_data.main, argv, "progress.json is damaged")
+
+
 def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     """Also with validation documents in between, for any number of workers, and after a lost shard."""
     lines = json_lines(tmp_path / "a.jsonl.gz", [f"{i} " * 3000 for i in range(200)])

@@ -250,5 +250,5 @@ def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
         make(**kwargs)
 
 
-def test_registry_is_complete():
-    assert {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE} == POSITION_EMBEDDINGS
+def test_registry_has_the_papers_embeddings():
+    assert {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE}.items() <= POSITION_EMBEDDINGS.items()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 import model as model_file
+from fope import POSITION_EMBEDDINGS, RoPE
 from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, save_checkpoint
 
 
@@ -110,6 +111,22 @@ def test_weights_depend_on_the_seed_alone():
     assert not torch.equal(models[1].blocks[1].mlp.up.weight, models[2].blocks[1].mlp.up.weight)
     layers = [b.attn.pos for b in models[1].blocks]
     assert not torch.equal(layers[0].sin_coef, layers[1].sin_coef)
+
+
+class ScaledRoPE(RoPE):  # the README's example
+    def __init__(self, *, scale=4.0, **kwargs):
+        super().__init__(**kwargs)
+        self.freqs /= scale
+
+
+def test_an_embedding_is_one_class_and_one_registry_line(monkeypatch, tmp_path):
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "scaled_rope", ScaledRoPE)
+    model, x = small("scaled_rope", pos_args={"scale": 2.0}), tokens()
+    q = torch.randn(1, 2, 9, 16)
+    pos, rope = model.blocks[0].attn.pos, small("rope").blocks[0].attn.pos
+    torch.testing.assert_close(pos.rotate(q, q)[0][..., 8, :], rope.rotate(q[..., 4:, :], q[..., 4:, :])[0][..., 4, :])
+    save_checkpoint(tmp_path, model)
+    assert torch.equal(load_checkpoint(tmp_path)[0](x), model(x))
 
 
 def test_checkpoint_round_trip(pos_name, tmp_path):
