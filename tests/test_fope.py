@@ -8,10 +8,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fope import POSITION_EMBEDDINGS, ALiBi, FoPE, NoPE, RoPE, alibi_slopes, apply_rotation, rope_freqs, rotation_tables
+import fope
+from fope import (
+    POSITION_EMBEDDINGS,
+    ALiBi,
+    FoPE,
+    NoPE,
+    RoPE,
+    alibi_slopes,
+    apply_rotation,
+    rope_freqs,
+    rotation_tables,
+    yarn_freqs,
+)
 
 SHAPE = dict(head_dim=16, n_head=2, train_len=40)
-CASES = [(name, {}) for name in POSITION_EMBEDDINGS] + [("fope", {"variant": "paper"}), ("fope", {"n_freq": 12})]
+CASES = [(name, {}) for name in POSITION_EMBEDDINGS] + [
+    ("fope", {"variant": "paper"}),
+    ("fope", {"n_freq": 12}),
+    ("fope", {"floor": False}),
+    ("fope", {"yarn_scale": 4.0, "yarn_temperature": True}),
+    ("rope", {"yarn_scale": 4.0, "yarn_temperature": True}),
+]
 
 
 def make(name="fope", **kwargs):
@@ -48,7 +66,7 @@ def test_fused_attention_has_the_gradients_of_the_scores(name, kwargs):
     torch.testing.assert_close(fused, explicit, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nope", "alibi", "rope"])
+@pytest.mark.parametrize("name", ["nope", "alibi", "rope", "rope_a", "kerple"])
 def test_scores_depend_on_distance_only(name):
     """The same content at every position: then score(i, j) may only depend on i - j."""
     q, k, _ = draw(1)
@@ -233,9 +251,153 @@ def test_coefficients_are_frozen_and_saved():
     assert set(make("rope").state_dict()) == set()  # RoPE's follow from the config
 
 
+def test_fourier_series_without_the_floor_turns_every_dimension():
+    pos = make(floor=False)
+    assert pos.cos_coef.shape == (2, 8, 8) and pos.make_tables(9)[0].shape == (2, 9, 8)
+    q, k, _ = draw(200)
+    rope = make("rope").rotate(q, k)[0]
+    torch.testing.assert_close(make(floor=False, sigma=0.0).rotate(q, k)[0], rope, atol=1e-5, rtol=1e-5)
+
+
+# --- RoPE-A, YaRN, position interpolation
+
+
+def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
+    w, aligned = rope_freqs(64).double(), POSITION_EMBEDDINGS["rope_a"](head_dim=64, n_head=2, train_len=512).freqs.double()
+    cycles = aligned * 512 / (2 * math.pi)
+    torch.testing.assert_close(cycles, cycles.round(), atol=1e-4, rtol=0)
+    assert (aligned - w).abs().max() <= math.pi / 512 + 1e-6  # half the distance of two such frequencies
+    assert int((cycles.round() == 0).sum()) == int((w < math.pi / 512).sum()) > 0
+    cos, sin = make("rope_a").make_tables(81)  # the rotation has come back after the training length, 40
+    torch.testing.assert_close(cos[40:], cos[:41], atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin[40:], sin[:41], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [2, 16])
+def test_yarn_frequencies(scale):
+    """The published ramp, with the frequency's index as a loop variable."""
+    dim, length, base = 64, 512, 10000.0
+
+    def index_of(turns):
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = math.floor(index_of(32)), math.ceil(index_of(1))
+    assert (low, high) == (3, 16)
+    expected = []
+    for m in range(dim // 2):
+        ramp = min(max((m - low) / (high - low), 0), 1)
+        w = base ** (-2 * m / dim)
+        expected.append(w / scale * ramp + w * (1 - ramp))
+    torch.testing.assert_close(yarn_freqs(rope_freqs(64), scale, 512, 64), torch.tensor(expected), atol=0, rtol=1e-5)
+    pos = RoPE(head_dim=64, n_head=2, train_len=1024, yarn_scale=scale, original_len=512)
+    torch.testing.assert_close(pos.scaled_freqs(), torch.tensor(expected), atol=0, rtol=1e-5)
+
+
+def test_yarn_scale_1_changes_nothing():
+    assert torch.equal(yarn_freqs(rope_freqs(64), 1.0, 512, 64), rope_freqs(64))
+
+
+def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
+    cos, sin = make("rope", pi_scale=4.0).make_tables(101)
+    expected = make("rope").make_tables(26)
+    torch.testing.assert_close(cos[::4], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
+
+
+def test_yarn_temperature_multiplies_the_logits():
+    q, k, _ = draw(30)
+    plain, warm = (make("rope", yarn_scale=4.0, yarn_temperature=on).scores(q, k) for on in (False, True))
+    torch.testing.assert_close(warm, plain * (0.1 * math.log(4) + 1) ** 2, atol=1e-5, rtol=1e-4)
+
+
+def test_yarn_on_fope_lowers_the_frequencies_and_keeps_the_series():
+    """The trained model's floor and coefficients stay; what its series are made of turns more slowly."""
+    pos, scaled = make(train_len=512, head_dim=64), make(train_len=1024, head_dim=64, yarn_scale=2.0, original_len=512)
+    assert torch.equal(pos.freqs, scaled.freqs) and torch.equal(pos.cos_coef, scaled.cos_coef)
+    assert torch.equal(scaled.scaled_freqs(), yarn_freqs(pos.freqs, 2.0, 512, 64))
+    assert not torch.equal(scaled.make_tables(9)[0], pos.make_tables(9)[0])
+
+
+# --- KERPLE and FIRE
+
+
+def test_kerple_bias():
+    pos, (q, k, _) = make("kerple"), draw(50)
+    bias = pos.scores(q, k) - make("nope").scores(q, k)
+    for h, i, j in [(0, 49, 0), (1, 30, 29), (1, 7, 7)]:
+        expected = -pos.r1[h].item() * math.log(1 + pos.r2[h].item() * (i - j))
+        assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_fire_bias():
+    pos, (q, k, _) = make("fire"), draw(50)
+    with torch.no_grad():
+        pos.c.fill_(0.3)
+        pos.L_multiple.fill_(1.5)  # L = 15: a quarter of 40, times 1.5
+    bias = pos.scores(q, k) - make("nope").scores(q, k)
+    w1, b1, w2, b2 = (p.detach() for p in pos.mlp.parameters())
+    for h, i, j in [(0, 49, 0), (1, 30, 29), (1, 7, 7), (0, 14, 2)]:
+        x = math.log(0.3 * (i - j) + 1) / math.log(0.3 * max(15, i) + 1)
+        expected = sum(float(w2[h, n]) * max(0.0, float(w1[n, 0]) * x + float(b1[n])) for n in range(32)) + float(b2[h])
+        assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_learned_bias_is_made_in_blocks_of_queries_with_the_same_gradients(name, monkeypatch):
+    """However long the text, no more than one block's bias exists at a time; every parameter gets the explicit gradient."""
+    pos, qkv = make(name), draw(300)
+    blocks = []
+    bias = pos.bias
+    monkeypatch.setattr(pos, "bias", lambda i, j: blocks.append(len(i)) or bias(i, j))
+    fused = torch.autograd.grad(pos.attend(*qkv).square().sum(), list(pos.parameters()))
+    assert max(blocks) <= fope.QUERIES_PER_BLOCK < 300
+    explicit = torch.autograd.grad(softmax_attention(pos, *qkv).square().sum(), list(pos.parameters()))
+    for a, b in zip(fused, explicit, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+# --- another embedding for trained weights
+
+
+def test_fope_at_twice_the_length_keeps_the_coefficients_of_its_frequencies():
+    for kwargs in ({}, {"variant": "paper"}, {"n_freq": 30}):
+        old = make(head_dim=64, train_len=512, **kwargs)
+        torch.manual_seed(5)
+        new = FoPE(head_dim=64, n_head=2, train_len=1024, **kwargs)
+        assert (old.n_kept, new.n_kept) == (16, 18)
+        new.inherit(old)
+        assert torch.equal(new.freqs[:16], old.freqs[:16])
+        assert torch.equal(new.freqs[:18], rope_freqs(64)[:18])
+        if kwargs.get("n_freq"):
+            assert torch.equal(new.freqs[18:], old.freqs[16:28])
+        K = min(new.cos_coef.size(2), old.cos_coef.size(2))
+        for a, b in ((new.sin_coef, old.sin_coef), (new.cos_coef, old.cos_coef)):
+            assert torch.equal(a[:, :16, :K], b[:, :16, :K])
+            # every series has one weight near 1, on the frequency of its number; all else is noise
+            noise = a - torch.eye(*a.shape[1:])
+            assert 0 < noise[:, 16:].std() < 3 * noise[:, :16, :16].std() and noise.abs().max() < 5 * new.sigma
+    pos = make()
+    before = pos.state_dict()["cos_coef"].clone()
+    pos.inherit(make("rope"))
+    assert torch.equal(pos.cos_coef, before)
+
+
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_learned_biases_are_inherited(name):
+    old, new = make(name), make(name, train_len=80)
+    with torch.no_grad():
+        for p in old.parameters():
+            p.add_(0.5)
+    new.inherit(old)
+    t = torch.arange(20)
+    assert torch.equal(new.bias(t, t), old.bias(t, t))
+
+
 @pytest.mark.parametrize(
     "kwargs, words",
     [
+        ({"yarn_scale": 0.5}, "at least 1"),
+        ({"pi_scale": "2"}, "at least 1"),
         ({"variant": "original"}, "released, paper"),
         ({"n_freq": 1}, "n_freq is 1"),
         ({"n_freq": 3.5}, "whole number, not 0.3, 3.5"),
