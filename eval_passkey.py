@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from eval_perplexity import TOKENS_PER_BATCH, check_device, evaluate_lengths, evaluation_parser, load_run
+from eval_perplexity import TOKENS_PER_BATCH, evaluate_lengths, evaluation_parser, load_for_evaluation
 from model import autocast
 from prepare_data import load_tokenizer, one_sentence_errors
 
@@ -132,7 +132,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.trials < 1 or args.seed < 0:
         raise ValueError("--trials must be at least 1 and --seed at least 0")
-    model, about, state = load_run(args.checkpoint, check_device(args.device))
+    model, about, state = load_for_evaluation(args)
     task = PasskeyTask(load_tokenizer(about["tokenizer"].split()[0], Path(args.checkpoint)))
 
     def evaluate(length):

@@ -3,6 +3,7 @@ Loss and perplexity against length: does a model keep reading well past the leng
 
     python eval_perplexity.py runs_out/fope                              1x, 2x, 4x, 8x, 16x the training length
     python eval_perplexity.py runs_out/fope --data data/c4 --lengths 512,8192
+    python eval_perplexity.py runs_out/rope --yarn_scale 4               with frequencies lowered for 4 times the length
 
 At every length L the same validation tokens are cut into non-overlapping windows of L, and the loss is the total negative
 log-likelihood over all tokens scored: nats per token; perplexity is its exponential. A longer window gives most tokens
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import autocast, load_checkpoint, write_json
+from model import autocast, load_checkpoint, with_pos, write_json
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
 
 TOKENS_PER_BATCH = 8192
@@ -65,8 +66,40 @@ def evaluation_parser(doc):
     parser.add_argument("checkpoint", help="the --out folder of a training run")
     parser.add_argument("--lengths", help="comma-separated, in tokens (default: 1x,2x,4x,8x,16x the training length)")
     parser.add_argument("--out", help="the json file (default: in results/, named after the checkpoint)")
+    parser.add_argument("--label", help="the model's name in figures and tables (default: its position embedding)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    add_pos_flags(parser)
     return parser
+
+
+def add_pos_flags(parser):
+    add = parser.add_argument
+    add("--pos_args", nargs="*", default=[], metavar="K=V", help="keywords of the embedding, such as variant=paper sigma=0.4")
+    add("--yarn_scale", type=float, help="read this many times further: lower the trained frequencies as YaRN does")
+    add("--pi_scale", type=float, help="the same, but by position interpolation")
+
+
+def parse_pos_args(args, trained=None):
+    """
+    The keywords of a position embedding that the flags give, as a dict: ["sigma=0.4"] -> {"sigma": 0.4}. The scales lower
+    frequencies that a model, whose config is `trained`, has learned at its training length.
+    """
+    keywords = {}
+    for pair in args.pos_args:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value")
+        try:
+            keywords[key] = json.loads(text)
+        except ValueError:
+            keywords[key] = text
+    for name in ("yarn_scale", "pi_scale"):
+        if (scale := getattr(args, name)) is not None:
+            if trained is None:
+                raise ValueError(f"--{name} lowers the frequencies of a trained model: it needs --init_from")
+            keywords[name] = scale
+            keywords["original_len"] = trained.pos_args.get("original_len", trained.train_len)
+    return keywords
 
 
 def check_device(name):
@@ -82,6 +115,15 @@ def load_run(folder, device):
     if not {"data", "tokenizer", "training"} <= about.keys() or not {"step", "optimizer"} <= state.keys():
         raise ValueError(f"{folder} holds a model, but not one that train.py wrote: its data and tokenizer are unknown")
     return model, about, state
+
+
+def load_for_evaluation(args):
+    """The run to evaluate, with the position embedding changed as the flags say: (model, about, state)."""
+    model, about, state = load_run(args.checkpoint, "cpu")
+    if changes := parse_pos_args(args, model.config):
+        model, what = with_pos(model, pos_args=model.config.pos_args | changes)
+        print(what)
+    return model.to(check_device(args.device)), about, state
 
 
 def parse_lengths(text, train_len):
@@ -155,8 +197,9 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
     config = model.config
     result = {
         "kind": kind,
+        "label": args.label,
         **{name: getattr(config, name) for name in ("pos", "pos_args", "train_len", "seed")},
-        "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")},
+        "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "qk_norm")},
         "tokenizer": about["tokenizer"],
         "training": about["training"],
         **provenance(check_device(args.device)),
@@ -175,8 +218,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ValueError("--max_tokens must be at least 1")
-    device = check_device(args.device)
-    model, about, state = load_run(args.checkpoint, device)
+    model, about, state = load_for_evaluation(args)
     data = TokenData(args.data or about["data"], "val")
     if data.tokenizer_id() != about["tokenizer"]:
         raise ValueError(

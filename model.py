@@ -15,7 +15,7 @@ import os
 import re
 import zipfile
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,7 @@ class GPTConfig:
     n_head: int = 8
     n_embd: int = 512
     theta: float = 10000.0
+    qk_norm: bool = False  # RMSNorm of each query and key before it is rotated
     seed: int = 0  # of the weights and of the embedding's random coefficients
 
     @property
@@ -80,13 +81,18 @@ class Attention(nn.Module):
         self.n_head, self.head_dim = config.n_head, config.head_dim
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
         self.pos = make_pos(config)
 
     def forward(self, x):
         B, T, C = x.size()
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, n_head, T, head_dim)
-        q, k = self.pos.rotate(q, k)
+        q, k = self.pos.rotate(self.q_norm(q), self.k_norm(k))
         y = self.pos.attend(q, k, v)
         return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -131,12 +137,9 @@ class GPT(nn.Module):
             self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
             self.head = nn.Linear(config.n_embd, padded_vocab, bias=False)
             torch.manual_seed(config.seed)  # again: the weights must not depend on how much the embedding has drawn
-            self.apply(self._init_weights)
-
-    @staticmethod
-    def _init_weights(module):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.06, b=0.06)
+            for name, module in self.named_modules():
+                if isinstance(module, nn.Linear | nn.Embedding) and ".pos." not in name:
+                    nn.init.trunc_normal_(module.weight, std=0.02, a=-0.06, b=0.06)
 
     def num_params(self):
         """Parameters in blocks and head, the way the paper counts its sizes: all but the input table."""
@@ -172,6 +175,20 @@ class GPT(nn.Module):
                 next_token = torch.multinomial(probs, num_samples=1, generator=generator)
             idx = torch.cat((idx, next_token), dim=1)
         return idx
+
+
+def with_pos(model, **changes):
+    """
+    The same weights in a model whose position embedding or training length is another: changes are fields of GPTConfig,
+    such as pos, pos_args and train_len. The new embedding inherits from the old one what it can. Both models are on the
+    CPU. Returns the new one, and what has changed in words.
+    """
+    new = GPT(replace(model.config, **changes))
+    weights = {name: weight for name, weight in model.state_dict().items() if ".pos." not in name}
+    new.load_state_dict(weights, strict=False)
+    for old_block, new_block in zip(model.blocks, new.blocks, strict=True):
+        inherited = new_block.attn.pos.inherit(old_block.attn.pos)
+    return new, f"from {old_block.attn.pos}\nto   {new_block.attn.pos}, {inherited}"
 
 
 def autocast(device):

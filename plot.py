@@ -30,6 +30,9 @@ STYLES = {
     "alibi": ("ALiBi", "#E69F00", "^"),
     "rope": ("RoPE", "#0072B2", "o"),
     "fope": ("FoPE", "#D55E00", "D"),
+    "kerple": ("KERPLE", "#009E73", "v"),
+    "fire": ("FIRE", "#CC79A7", "P"),
+    "rope_a": ("RoPE-A", "#56B4E9", "X"),
 }
 MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000", "*")]
 
@@ -57,8 +60,12 @@ def load_results(paths):
 
 
 def label_of(result):
+    if result.get("label"):
+        return result["label"]
     name = STYLES[result["pos"]][0] if result["pos"] in STYLES else result["pos"]
-    changes = ", ".join(f"{k}={v}" for k, v in result.get("pos_args", {}).items())
+    if result.get("model", {}).get("qk_norm"):
+        name += " + QK-norm"
+    changes = ", ".join(f"{k}={v}" for k, v in result.get("pos_args", {}).items() if k != "original_len")
     return f"{name} ({changes})" if changes else name
 
 

@@ -3,6 +3,8 @@ Train a GPT with the position embedding of your choice, on one CPU or one GPU.
 
     python train.py --data data/sotu --pos fope --preset tiny --passkey_frac 0.3 --out runs_out/fope      minutes on a CPU
     python train.py --data data/c4 --pos fope --preset 60M --compile --out runs_out/fope_60M              the paper's recipe
+    python train.py --data data/c4 --init_from runs_out/rope_60M --yarn_scale 2 --train_len 1024 --out runs_out/yarn_60M
+                                     another run's weights, with another position embedding or training length
 
 Writes to --out: log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step. Ctrl-C or SIGTERM finishes the
 step and saves; the same command with --resume continues, on a CPU with bit-identical weights.
@@ -22,9 +24,9 @@ import torch
 from tqdm import tqdm
 
 from eval_passkey import PasskeyTask
-from eval_perplexity import check_device, load_run, read_log, window_loss
+from eval_perplexity import add_pos_flags, check_device, load_run, parse_pos_args, read_log, window_loss
 from fope import POSITION_EMBEDDINGS
-from model import GPT, SIZES, GPTConfig, autocast, save_checkpoint
+from model import GPT, SIZES, GPTConfig, autocast, read_json, save_checkpoint, with_pos
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
 
 # What --preset decides where no flag does. The paper: 10B tokens in steps of 1024 sequences of 512, learning rate 6e-4.
@@ -89,12 +91,14 @@ def parse_args(argv):
     add("--data", required=True, help="folder that prepare_data.py wrote")
     add("--passkey_frac", type=float, default=0.0, help="share of the sequences that are passkey documents")
     # model
-    add("--preset", default="tiny", choices=SIZES, help="size of the model")
-    add("--pos", default="fope", choices=POSITION_EMBEDDINGS, help="position embedding")
-    add("--pos_args", nargs="*", default=[], metavar="K=V", help="its keywords, for example variant=paper sigma=0.4")
+    add("--init_from", metavar="RUN", help="start from the weights of this run, and from its preset, --pos and --train_len")
+    add("--preset", choices=SIZES, help="size of the model (default: tiny)")
+    add("--pos", choices=POSITION_EMBEDDINGS, help="position embedding (default: fope)")
+    add_pos_flags(parser)
     add("--n_layer", type=int, help="instead of the preset's")
     add("--n_head", type=int, help="instead of the preset's")
     add("--n_embd", type=int, help="instead of the preset's")
+    add("--qk_norm", action="store_true", help="RMSNorm of queries and keys")
     add("--train_len", type=int, help="tokens per sequence (default: 128 for tiny, else 512)")
     # optimization
     add("--tokens", type=int, help="training tokens, rounded up to whole steps (default: 1M for tiny, else the paper's 10B)")
@@ -116,7 +120,15 @@ def parse_args(argv):
     add("--compile", action="store_true", help="torch.compile the blocks")
     args = parser.parse_args(argv)
 
-    for name, value in RECIPES[args.preset].items():
+    saved = {}
+    if args.init_from:
+        if args.n_layer or args.n_head or args.n_embd or args.qk_norm or args.preset:
+            raise ValueError("the size of the model and --qk_norm come with --init_from, they cannot be chosen")
+        saved = read_json(Path(args.init_from) / "config.json").get("training") or {}
+        args.train_len = args.train_len or saved.get("train_len")
+    args.pos = args.pos or saved.get("pos", "fope")
+    args.preset = args.preset or saved.get("preset", "tiny")
+    for name, value in RECIPES.get(args.preset, {}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     counts = ("n_layer", "n_head", "n_embd", "train_len", "tokens", "batch_size", "grad_accum", "stop_at")
@@ -131,21 +143,6 @@ def parse_args(argv):
     if args.seed < 0:
         raise ValueError("--seed must be at least 0")
     return args
-
-
-def parse_pos_args(pairs):
-    """["sigma=0.4", "variant=paper"] -> {"sigma": 0.4, "variant": "paper"}"""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value")
-
-    def value(text):
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
-
-    return {key: value(text) for key, text in (pair.split("=", 1) for pair in pairs)}
 
 
 def main(argv=None):
@@ -183,13 +180,22 @@ def main(argv=None):
                 raise ValueError(f"{out} was started with --{name} {saved['training'].get(name)}, not {value}: cannot resume")
         if saved["tokenizer"] != about["tokenizer"]:
             raise ValueError(f"{out} was started with the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")
+    elif (out / "checkpoint.pt").exists():
+        raise ValueError(f"{out} already holds a run; continue it with --resume or choose another --out")
     else:
-        if (out / "checkpoint.pt").exists():
-            raise ValueError(f"{out} already holds a run; continue it with --resume or choose another --out")
-        overrides = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
-        overrides.update(pos=args.pos, pos_args=parse_pos_args(args.pos_args), train_len=args.train_len, seed=args.seed)
-        model = GPT(GPTConfig.preset(args.preset, vocab_size=data.meta["vocab_size"], **overrides)).to(device)
-        state = None
+        settings = {k: getattr(args, k) for k in ("pos", "train_len", "seed")}
+        if args.init_from:
+            old, saved, _ = load_run(args.init_from, "cpu")
+            if saved["tokenizer"] != about["tokenizer"]:
+                raise ValueError(f"{args.init_from} has the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")
+            pos_args = old.config.pos_args if args.pos == old.config.pos else {}
+            model, what = with_pos(old, pos_args=pos_args | parse_pos_args(args, old.config), **settings)
+            print(what)
+        else:
+            size = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
+            settings |= dict(pos_args=parse_pos_args(args), qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
+            model = GPT(GPTConfig.preset(args.preset, **size, **settings))
+        model, state = model.to(device), None
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay, fused=True
     )

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import model as model_file
 from fope import POSITION_EMBEDDINGS, RoPE
-from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, save_checkpoint
+from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, save_checkpoint, with_pos
 
 
 def small(pos="fope", **kwargs):
@@ -111,6 +111,27 @@ def test_weights_depend_on_the_seed_alone():
     assert not torch.equal(models[1].blocks[1].mlp.up.weight, models[2].blocks[1].mlp.up.weight)
     layers = [b.attn.pos for b in models[1].blocks]
     assert not torch.equal(layers[0].sin_coef, layers[1].sin_coef)
+
+
+def test_qk_norm_makes_logits_independent_of_the_size_of_queries_and_keys():
+    model, x = small("rope", qk_norm=True), tokens()
+    before = model(x)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:64] *= 10  # queries and keys
+    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-3)
+
+
+def test_another_embedding_for_trained_weights():
+    old, x = small("rope", seed=4), tokens()
+    new, what = with_pos(old, pos="fope", train_len=32)
+    assert new.config.pos == "fope" and new.config.train_len == 32 and old.config.pos == "rope"
+    assert torch.equal(new.blocks[1].attn.qkv.weight, old.blocks[1].attn.qkv.weight)
+    assert torch.equal(new.head.weight, old.head.weight) and not torch.equal(new(x), old(x))
+    assert "RoPE(train_len=16" in what and "FoPE(train_len=32" in what and "none to take over" in what
+    again, what = with_pos(new, train_len=64)
+    assert torch.equal(again.blocks[1].attn.pos.cos_coef[:, :2, :2], new.blocks[1].attn.pos.cos_coef)
+    same, _ = with_pos(new, seed=9)  # other draws, but none is needed
+    assert torch.equal(same(x), new(x))
 
 
 class ScaledRoPE(RoPE):  # the README's example

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from conftest import ROOT, TRAIN_FLAGS, refuses, run_training
 
 import train
 from eval_passkey import PasskeyTask
+from model import load_checkpoint
 from prepare_data import TokenData
 from train import Batches, learning_rate, parse_pos_args
 
@@ -232,4 +234,70 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, 
 
 
 def test_pos_args():
-    assert parse_pos_args(["sigma=0.4", "n_freq=64", "variant=paper"]) == {"sigma": 0.4, "n_freq": 64, "variant": "paper"}
+    args = SimpleNamespace(pos_args=["sigma=0.4", "n_freq=64", "variant=paper"], yarn_scale=None, pi_scale=None)
+    assert parse_pos_args(args) == {"sigma": 0.4, "n_freq": 64, "variant": "paper"}
+
+
+# --- starting from another run
+
+
+@pytest.mark.parametrize(
+    "pos, flags, expected",
+    [
+        ("rope", ["--yarn_scale=2"], {"yarn_scale": 2.0, "original_len": 32}),
+        ("rope", ["--pos=fope"], {}),
+        ("fope", [], {}),
+        ("fope", ["--yarn_scale=2"], {"yarn_scale": 2.0, "original_len": 32}),
+        ("fire", [], {}),
+    ],
+)
+def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, expected):
+    first = run_training(data_folder, tmp_path / "first", f"--pos={pos}")
+    capsys.readouterr()
+    second = [
+        "--data",
+        data_folder,
+        "--init_from",
+        first,
+        "--train_len=64",
+        "--tokens=1280",
+        "--batch_size=4",
+        "--eval_tokens=512",
+    ]
+    train.main([str(a) for a in [*second, *flags, "--out", tmp_path / "second"]])
+    printed = capsys.readouterr().out
+    assert "train_len=32" in printed and "train_len=64" in printed
+    model, about, _ = load_checkpoint(tmp_path / "second")
+    assert model.config.train_len == 64 and model.config.pos_args == expected and model.config.n_embd == 32
+    assert about["training"]["init_from"] == str(first) and about["training"]["preset"] == "tiny"
+    start = log(first)[-1]["val_loss"]
+    assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5  # it did start from trained weights
+
+
+def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
+    first = run_training(data_folder, tmp_path / "first")
+    flags = ["--data", str(data_folder), "--init_from", str(first), "--tokens=2560", "--batch_size=4", "--eval_tokens=512"]
+    train.main([*flags, "--out", str(tmp_path / "a")])
+    train.main([*flags, "--out", str(tmp_path / "b"), "--stop_at=7"])
+    (first / "checkpoint.pt").unlink()
+    train.main([*flags, "--out", str(tmp_path / "b"), "--resume"])
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--n_layer", "3"], "cannot be chosen"),
+        (["--preset", "20M"], "cannot be chosen"),
+        (["--yarn_scale", "0"], "at least 1"),
+        (["--pos", "alibi", "--yarn_scale", "2"], "does not take"),
+        (["--init_from", "nowhere"], "no file nowhere"),
+    ],
+)
+def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words):
+    argv = ["--data", data_folder, "--init_from", checkpoint, "--out", tmp_path / "x", "--tokens=1280", *flags]
+    refuses(train.main, argv, words)
+
+
+def test_scales_need_a_trained_model(data_folder, tmp_path):
+    refuses(train.main, ["--data", data_folder, "--out", tmp_path / "x", *TRAIN_FLAGS, "--yarn_scale=2"], "--init_from")
