@@ -3,6 +3,7 @@ Figures and README tables, from the json files of the evaluations alone.
 
     python plot.py results/demo/*.json --out results/demo
     python plot.py results/demo/*.json --out results/demo --readme README.md     also puts the table into the README
+    python plot.py results/qk_norm/*.json --out results/qk_norm --loss           nats instead of perplexity
 
 Writes, as png and svg: length (perplexity and passkey accuracy against length), depth (passkey accuracy by depth and
 length) and training (loss against tokens); prints the Markdown table. Seeds of one embedding are drawn as mean and standard
@@ -106,8 +107,8 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
-def figure_length(results):
-    """Perplexity and passkey accuracy against length: the paper's figure 1."""
+def figure_length(results, measure="perplexity"):
+    """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [kind for kind in results if results[kind]]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
     fig, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False, layout="constrained")
@@ -116,9 +117,10 @@ def figure_length(results):
         seeds = max(len(rs) for rs in results[kind].values())
         note = f"mean of {seeds} seeds, band: std" if seeds > 1 else "one seed"
         if kind == "perplexity":
-            draw_lines(ax, results[kind], "perplexity", style)
-            ax.set_ylabel(f"perplexity per {unit_of(first)} (lower is better)")
-            ax.set_title(f"Perplexity ({note})", fontsize=11)
+            draw_lines(ax, results[kind], measure, style)
+            name = "loss in nats" if measure == "loss" else measure
+            ax.set_ylabel(f"{name} per {unit_of(first)} (lower is better)")
+            ax.set_title(f"{measure.capitalize()} ({note})", fontsize=11)
             low, high = ax.get_ylim()
             if high > 4 * max(low, 1):
                 ax.set_yscale("log")
@@ -189,11 +191,11 @@ def smooth(values, n=15):
     return np.convolve(padded, np.ones(n) / n, mode="valid")
 
 
-def markdown_table(results):
-    """Perplexity, whole keys and digits by length, mean (std over seeds where there are several)."""
+def markdown_table(results, measure="perplexity"):
+    """Perplexity (or loss), whole keys and digits by length, mean (std over seeds where there are several)."""
     lines = []
     rows = {
-        "perplexity": [("perplexity per {unit}", "perplexity", 1, 2)],
+        "perplexity": [("loss in nats per {unit}" if measure == "loss" else "perplexity per {unit}", measure, 1, 2)],
         "passkey": [("whole passkeys, %", "accuracy", 100, 0), ("passkey digits, %", "token_accuracy", 100, 0)],
     }
     for kind, by_label in results.items():
@@ -229,12 +231,14 @@ def main(argv=None):
     parser = ArgumentParser(__doc__)
     parser.add_argument("results", nargs="+", help="json files of eval_perplexity.py and eval_passkey.py")
     parser.add_argument("--out", default="results", help="folder for the figures")
+    parser.add_argument("--loss", action="store_true", help="show the loss in nats instead of the perplexity")
     parser.add_argument("--readme", help="Markdown file to put the table into, at the marks named after the --out folder")
     args = parser.parse_args(argv)
     results = load_results(args.results)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    figures = {"length": figure_length(results)}
+    measure = "loss" if args.loss else "perplexity"
+    figures = {"length": figure_length(results, measure)}
     if results["passkey"]:
         figures["depth"] = figure_depth(results["passkey"])
     if any(r.get("curve") for rs in results["perplexity"].values() for r in rs):
@@ -245,7 +249,7 @@ def main(argv=None):
         with plt.rc_context({"svg.hashsalt": name}):
             fig.savefig(out / f"{name}.svg", metadata={"Date": None})
         plt.close(fig)
-    table = markdown_table(results)
+    table = markdown_table(results, measure)
     print(table)
     print(f"\nfigures: {', '.join(str(out / f'{name}.png') for name in figures)}", file=sys.stderr)
     if args.readme:

@@ -120,14 +120,18 @@ def parse_args(argv):
     add("--compile", action="store_true", help="torch.compile the blocks")
     args = parser.parse_args(argv)
 
-    saved = {}
     if args.init_from:
-        if args.n_layer or args.n_head or args.n_embd or args.qk_norm or args.preset:
-            raise ValueError("the size of the model and --qk_norm come with --init_from, they cannot be chosen")
-        saved = read_json(Path(args.init_from) / "config.json").get("training") or {}
-        args.train_len = args.train_len or saved.get("train_len")
-    args.pos = args.pos or saved.get("pos", "fope")
-    args.preset = args.preset or saved.get("preset", "tiny")
+        start = read_json(Path(args.init_from) / "config.json")
+        trained, shape = start.get("training") or {}, start.get("model") or {}
+        for name in ("preset", "pos", "train_len"):
+            if getattr(args, name) is None:
+                setattr(args, name, trained.get(name))
+        for name, value in (("preset", trained.get("preset")), *((n, shape.get(n)) for n in ("n_layer", "n_head", "n_embd"))):
+            if getattr(args, name) not in (None, value):
+                raise ValueError(f"--{name} is {value} in {args.init_from} and cannot be changed to {getattr(args, name)}")
+        if args.qk_norm and not shape.get("qk_norm"):
+            raise ValueError(f"{args.init_from} was trained without --qk_norm, which cannot be added")
+    args.pos, args.preset = args.pos or "fope", args.preset or "tiny"
     for name, value in RECIPES.get(args.preset, {}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -1,0 +1,185 @@
+"""
+How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
+
+    python experiments/zero_gain.py --kind perplexity              about 60 minutes on 2 slow cores, 5 seeds
+    python experiments/zero_gain.py --kind passkey --seeds 5       2.5 hours
+
+Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
+sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
+padding is a gain g on that share, g = 1 or g = 2, and nothing forbids others. Here g is 1, 2, 4 and 8, by sqrt(g) on q and k:
+
+    fope        with the Fourier noise of the released code
+    fope, CF    without noise (sigma 0)
+    rope        the same dimensions of RoPE, which still turn: is it the zero frequency, or merely the scale?
+
+Models and budgets are those of runs/demo.sh; every g starts from the same weights and reads the same data in the same
+order as g = 1 with that seed, so differences are paired. Look at: the difference to g = 1, with its standard error over
+the seeds, at 1x and at 16x.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import eval_passkey  # noqa: E402
+import eval_perplexity  # noqa: E402
+import prepare_data  # noqa: E402
+import train  # noqa: E402
+from fope import POSITION_EMBEDDINGS, FoPE, RoPE  # noqa: E402
+from model import read_json, write_json  # noqa: E402
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+class GainFoPE(FoPE):
+    """FoPE whose dimensions under the floor have gain g in q.k: the equations' are g = 1, the released code's g = 2."""
+
+    def __init__(self, *, gain=2.0, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = gain
+
+    def make_tables(self, T):
+        cos, sin = super().make_tables(T)
+        K = self.cos_coef.size(-1)
+        cos[..., K:], sin[..., K:] = math.sqrt(self.gain), 0.0
+        return cos, sin
+
+
+class GainRoPE(RoPE):
+    """RoPE with gain g on the share in q.k of the frequencies that FoPE would remove."""
+
+    def __init__(self, *, gain=1.0, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = gain
+
+    def make_tables(self, T):
+        slow = self.freqs < 2 * math.pi / self.train_len
+        return tuple(torch.where(slow, math.sqrt(self.gain), 1.0) * table for table in super().make_tables(T))
+
+
+POSITION_EMBEDDINGS |= {"gain_fope": GainFoPE, "gain_rope": GainRoPE}
+GAINS = (1, 2, 4, 8)
+METHODS = {  # name: (embedding, keywords, colour)
+    "FoPE": ("gain_fope", [], "#D55E00"),
+    "FoPE, CF alone": ("gain_fope", ["sigma=0"], "#E69F00"),
+    "RoPE": ("gain_rope", [], "#0072B2"),
+}
+MODEL = ["--preset=tiny", "--n_head=2", "--train_len=128", "--device=cpu"]
+RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its command, what to compare, with its unit)
+    "perplexity": (
+        "byte",
+        ["--tokens=819200", "--batch_size=8", "--lr=2e-3", "--eval_tokens=32768"],
+        ["--max_tokens=81921"],
+        eval_perplexity.main,
+        ("loss", "nats per byte"),
+    ),
+    "passkey": (
+        "bpe:2048",
+        ["--tokens=2560000", "--batch_size=4", "--lr=1e-3", "--eval_tokens=4096", "--passkey_frac=1"],
+        ["--trials=200"],
+        eval_passkey.main,
+        ("token_accuracy", "share of digits"),
+    ),
+}
+
+
+def train_and_evaluate(job):
+    """One model, unless its result is there. Runs in a process of its own, with one thread and a log."""
+    out, kind, method, gain, seed = job
+    pos, keywords, _ = METHODS[method]
+    tokenizer, train_flags, eval_flags, evaluate, _ = RECIPES[kind]
+    name = f"{method.replace(', ', '_').replace(' ', '_')}_g{gain}_s{seed}_{kind}".lower()
+    result, run = out / f"{name}.json", out / "runs" / name
+    if not result.exists():
+        torch.set_num_threads(1)
+        run.mkdir(parents=True, exist_ok=True)
+        with open(run / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
+            flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain}", *keywords]
+            if not (run / "checkpoint.pt").exists():
+                train.main([*data, *flags, "--out", str(run)])
+            evaluate([str(run), *eval_flags, "--device=cpu", "--label", f"{method}, g = {gain}", "--out", str(result)])
+    return result
+
+
+def summarise(out, kind, results):
+    """Means over the seeds and paired differences to g = 1, as a dict; the table on the screen and the figure in a file."""
+    measure, unit = RECIPES[kind][-1]
+    summary = {"kind": kind, "measure": measure, "unit": unit}
+    fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained", sharex=True)
+    for method, (_, _, colour) in METHODS.items():
+        by_gain = {g: [results[method, g, s]["lengths"] for m, g_, s in results if (m, g_) == (method, g)] for g in GAINS}
+        lengths = sorted(by_gain[1][0], key=int)
+        values = np.array([[[row[n][measure] for n in lengths] for row in by_gain[g]] for g in GAINS])  # (gain, seed, length)
+        n_seeds = values.shape[1]
+        difference = values - values[:1]
+        error = difference.std(axis=1, ddof=1) / math.sqrt(n_seeds) if n_seeds > 1 else np.zeros_like(difference[:, 0])
+        summary[method] = {
+            "gains": GAINS,
+            "lengths": [int(n) for n in lengths],
+            "values_by_gain_seed_length": values.round(5).tolist(),
+            "mean_difference_to_g1": difference.mean(axis=1).round(5).tolist(),
+            "standard_error": error.round(5).tolist(),
+        }
+        print(f"\n{method}: {measure} at g = 1, then the difference to it ± its standard error, {n_seeds} seeds")
+        print(f"{'g':>4}" + "".join(f"{n:>18}" for n in lengths))
+        print(f"{1:>4}" + "".join(f"{v:>18.3f}" for v in values[0].mean(axis=0)))
+        for g, d, e in list(zip(GAINS, difference.mean(axis=1), error, strict=True))[1:]:
+            print(f"{g:>4}" + "".join(f"{a:>+11.3f} ± {b:.3f}" for a, b in zip(d, e, strict=True)))
+        for ax, column, where in ((axes[0], 0, "at the training length"), (axes[1], -1, "at 16 times the training length")):
+            x = np.array(GAINS) * (1 + 0.03 * list(METHODS).index(method))
+            ax.errorbar(
+                x, difference.mean(axis=1)[:, column], error[:, column], color=colour, marker="o", capsize=3, label=method
+            )
+            ax.plot(np.repeat(x[:, None], n_seeds, 1), difference[:, :, column], ".", color=colour, alpha=0.35)
+            ax.set_title(f"{where} ({lengths[column]} tokens)", fontsize=11)
+    for ax in axes:
+        ax.axhline(0, color="black", lw=0.8, ls=":")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(GAINS, [f"{g:g}" for g in GAINS])
+        ax.minorticks_off()
+        ax.set_xlabel("gain g on the share of q.k under the floor")
+        ax.grid(alpha=0.25)
+    better = "lower" if kind == "perplexity" else "higher"
+    axes[0].set_ylabel(f"difference to g = 1 ({unit}, {better} is better)")
+    axes[0].legend(frameon=False)
+    fig.savefig(out / f"{kind}.png", dpi=160)
+    fig.savefig(out / f"{kind}.svg", metadata={"Date": None})
+    write_json(out / f"summary_{kind}.json", summary)
+    print(f"\nwrote {out / kind}.png")
+
+
+def main(argv=None):
+    parser = prepare_data.ArgumentParser(__doc__)
+    parser.add_argument("--kind", choices=RECIPES, default="perplexity", help="what is measured")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", default="runs_out/zero_gain", help="folder for the models, json files and figures")
+    args = parser.parse_args(argv)
+    if args.seeds < 1:
+        raise ValueError("--seeds must be at least 1")
+    out = Path(args.out)
+    tokenizer = RECIPES[args.kind][0]
+    prepare_data.main(["--source=sotu", f"--tokenizer={tokenizer}", "--out", str(out / "data" / tokenizer.replace(":", ""))])
+    keys = [(method, gain, seed) for seed in range(args.seeds) for method in METHODS for gain in GAINS]
+    jobs = [(out, args.kind, *key) for key in keys]
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        paths = []
+        for path in pool.imap(train_and_evaluate, jobs):
+            paths.append(path)
+            print(f"{len(paths)} of {len(jobs)}: {path}", flush=True)
+    summarise(out, args.kind, {key: read_json(path) for key, path in zip(keys, paths, strict=True)})
+
+
+if __name__ == "__main__":
+    prepare_data.one_sentence_errors(main)()
