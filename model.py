@@ -46,7 +46,7 @@ class GPTConfig:
     n_head: int = 8
     n_embd: int = 512
     theta: float = 10000.0
-    qk_norm: bool = False  # RMSNorm of each query and key before it is rotated
+    qk_norm: bool = False  # each query and key is normalised to mean 0 and variance 1 before it is rotated (Table 2)
     seed: int = 0  # of the weights and of the embedding's random coefficients
 
     @property
@@ -82,8 +82,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+            self.q_norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
+            self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
         else:
             self.q_norm = self.k_norm = nn.Identity()
         self.pos = make_pos(config)

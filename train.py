@@ -98,7 +98,7 @@ def parse_args(argv):
     add("--n_layer", type=int, help="instead of the preset's")
     add("--n_head", type=int, help="instead of the preset's")
     add("--n_embd", type=int, help="instead of the preset's")
-    add("--qk_norm", action="store_true", help="RMSNorm of queries and keys")
+    add("--qk_norm", action="store_true", help="normalise queries and keys before they are rotated")
     add("--train_len", type=int, help="tokens per sequence (default: 128 for tiny, else 512)")
     # optimization
     add("--tokens", type=int, help="training tokens, rounded up to whole steps (default: 1M for tiny, else the paper's 10B)")
