@@ -81,11 +81,10 @@ class Attention(nn.Module):
         self.n_head, self.head_dim = config.n_head, config.head_dim
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
             self.k_norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
         self.pos = make_pos(config)
 
     def forward(self, x):

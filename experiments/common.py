@@ -1,0 +1,47 @@
+"""What the experiments share: the way to the project's files, colours, and how a figure and its numbers are saved."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+from model import write_json  # noqa: E402
+
+# Okabe and Ito's colours, the same for a method as in plot.py
+BLACK, GREY, ORANGE, BLUE, RED, GREEN, PINK, SKY = (
+    "#000000", "#666666", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, doc):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--out", default=ROOT / "results" / "mechanism", type=Path, help="folder for figure and json")
+
+    def error(self, message):
+        sys.exit(f"error: {message} (see --help)")
+
+
+def save(fig, numbers, out, name):
+    """Figure as png and svg, the numbers behind it as json."""
+    out.mkdir(parents=True, exist_ok=True)
+    fig.savefig(out / f"{name}.png", dpi=160)
+    with plt.rc_context({"svg.hashsalt": name}):
+        fig.savefig(out / f"{name}.svg", metadata={"Date": None})
+    plt.close(fig)
+    write_json(out / f"{name}.json", numbers)
+    print(f"figure: {out / name}.png")
+
+
+def tidy(ax, xlabel, ylabel, title):
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_title(title, fontsize=10)
+    ax.grid(alpha=0.25)

@@ -1,0 +1,122 @@
+"""
+Do the frequencies under the floor hold larger queries and keys? (appendix A.1 and its figure)
+
+    python experiments/qk_activation.py runs_out/demo/runs/rope_s0_perplexity       10 seconds
+    python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096   any Llama of the transformers library
+
+Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over tokens and heads: one number
+per layer and dimension. Dimension i turns with i + head_dim/2; the pairs whose frequency is under 2 pi / train_len are
+marked. Look at: whether the marked dimensions are brighter, and by what factor.
+"""
+
+import math
+
+import torch
+from common import Parser, plt, save
+
+from fope import rope_freqs
+from model import load_checkpoint
+
+
+def mean_activation(model, layers, heads, head_dim, tokens):
+    """
+    |q| and |k| averaged over tokens and heads: two (n_layer, head_dim). `layers` are pairs of modules whose outputs are q and
+    k, (B, n_head, T, head_dim) or (B, T, n_head * head_dim); `heads` is the number of heads of each.
+    """
+    seen = {}
+
+    def keep(name, n_head):
+        def hook(module, inputs, output):
+            x = output.detach().float().abs()
+            x = x.mean(dim=(0, 1, 2)) if x.dim() == 4 else x.unflatten(-1, (n_head, head_dim)).mean(dim=(0, 1, 2))
+            seen[name] = x
+
+        return hook
+
+    handles = [m.register_forward_hook(keep((i, j), heads[j])) for i, pair in enumerate(layers) for j, m in enumerate(pair)]
+    with torch.no_grad():
+        model.eval()(tokens)
+    for handle in handles:
+        handle.remove()
+    return tuple(torch.stack([seen[i, j] for i in range(len(layers))]) for j in range(2))
+
+
+def read_ours(folder, n_tokens):
+    model, _, _ = load_checkpoint(folder)
+    c = model.config
+    layers = [(b.attn.q_norm, b.attn.k_norm) for b in model.blocks]
+    tokens = torch.randint(
+        c.vocab_size, (math.ceil(n_tokens / c.train_len), c.train_len), generator=torch.Generator().manual_seed(0)
+    )
+    return mean_activation(model, layers, (c.n_head, c.n_head), c.head_dim, tokens), c.train_len, c.theta, c.pos
+
+
+def read_llama(model, n_tokens, train_len):
+    """The same for a Llama of the transformers library."""
+    c = model.config
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
+    layers = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in model.model.layers]
+    tokens = torch.randint(c.vocab_size, (1, n_tokens), generator=torch.Generator().manual_seed(0))
+    heads = (c.num_attention_heads, c.num_key_value_heads)
+    return mean_activation(model, layers, heads, head_dim, tokens), train_len or c.max_position_embeddings, theta, "rope"
+
+
+def under_the_floor(head_dim, theta, train_len):
+    """Which dimensions turn less than once in the training length: (head_dim,) bool."""
+    return (rope_freqs(head_dim, theta) < 2 * math.pi / train_len).repeat(2)
+
+
+def main(argv=None):
+    parser = Parser(__doc__)
+    parser.add_argument("checkpoint", help="a run of train.py, or a Llama model for transformers' from_pretrained")
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--train_len", type=int, help="of a Llama model (default: its max_position_embeddings)")
+    parser.add_argument("--name", default="qk_activation", help="of figure and json")
+    args = parser.parse_args(argv)
+    try:
+        (q, k), train_len, theta, pos = read_ours(args.checkpoint, args.tokens)
+    except FileNotFoundError:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            parser.error(f"{args.checkpoint} is no run of train.py, and for other models transformers is not installed")
+        try:
+            llama = AutoModelForCausalLM.from_pretrained(args.checkpoint)
+            (q, k), train_len, theta, pos = read_llama(llama, args.tokens, args.train_len)
+        except (OSError, AttributeError) as e:
+            parser.error(f"{args.checkpoint} is no Llama model that can be loaded: {str(e).splitlines()[0]}")
+    except ValueError as e:
+        parser.error(str(e))
+
+    head_dim = q.size(1)
+    slow = under_the_floor(head_dim, theta, train_len)
+    if not slow.any():
+        parser.error(f"no frequency lies under the floor at a training length of {train_len}")
+    ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
+    fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
+    for ax, x, name in zip(axes, (q, k), "qk", strict=True):
+        image = ax.imshow(x.numpy(), aspect="auto", cmap="cividis", interpolation="nearest")
+        for start in (0, head_dim // 2):  # in each half the slow dimensions come last
+            first = start + int((~slow[: head_dim // 2]).sum())
+            ax.axvspan(first - 0.5, start + head_dim // 2 - 0.5, fill=False, edgecolor="#D55E00", lw=2)
+        ax.set_ylabel("layer")
+        ax.set_yticks(range(len(x)))
+        fig.colorbar(image, ax=ax, label=f"mean |{name}|")
+    axes[1].set_xlabel("dimension of a head; boxes: under the floor")
+    axes[0].set_title(
+        f"{pos}: dimensions under the floor have {ratios[0]:.2f} (q) and {ratios[1]:.2f} (k) times\n"
+        "the mean activation of the others",
+        fontsize=10,
+    )
+    print(f"mean |q| and |k| under the floor, as a multiple of that above it: {ratios[0]:.2f}, {ratios[1]:.2f}")
+    numbers = {
+        "checkpoint": str(args.checkpoint), "pos": pos, "train_len": train_len, "theta": theta, "tokens": args.tokens,
+        "under_the_floor": slow.tolist(), "ratio_q": ratios[0], "ratio_k": ratios[1],
+        "q": q.tolist(), "k": k.tolist(),
+    }  # fmt: skip
+    save(fig, numbers, args.out, args.name)
+
+
+if __name__ == "__main__":
+    main()
