@@ -194,6 +194,11 @@ class RoPE(NoPE):
         return apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
 
 
+def above_floor(freqs, train_len):
+    """The frequencies that complete at least one cycle in train_len tokens, w >= 2 pi / train_len, in their order: (K,)."""
+    return freqs[freqs >= 2 * math.pi / train_len]
+
+
 class FoPE(RoPE):
     """
     Fourier Position Embedding (section 4 of the paper; the README lists where its sources disagree).
@@ -229,7 +234,7 @@ class FoPE(RoPE):
         if not (isinstance(sigma, int | float) and sigma >= 0) or not isinstance(n_freq, int | None):
             raise ValueError(f"sigma must be a number that is not negative and n_freq a whole number, not {sigma}, {n_freq}")
         # YaRN scales the frequencies of a trained model: which ones that model kept is a matter of its own training length
-        kept = self.freqs[self.freqs >= 2 * math.pi / self.original_len] if floor else self.freqs
+        kept = above_floor(self.freqs, self.original_len) if floor else self.freqs
         D = len(kept) if n_freq is None else n_freq
         if len(kept) == 0:
             raise ValueError(f"train_len {self.train_len} leaves FoPE no frequency above 2 pi / train_len; use at least 7")
@@ -255,6 +260,7 @@ class FoPE(RoPE):
         return identity
 
     def draw_noise(self, D, K):
+        """Noise of the size that the table above says, anew at every call: (n_head, D, K)."""
         noise = torch.empty(self.n_head, D, K)
         if self.variant == "paper":
             return nn.init.normal_(noise, std=self.sigma)
@@ -283,6 +289,7 @@ class FoPE(RoPE):
         return f"takes over {len(rows)} of {D} frequencies and {n_series} of {K} series, draws the rest"
 
     def make_tables(self, T):
+        """The Fourier series of every head at positions 0 .. T-1, zero frequencies last: two (n_head, T, head_dim/2)."""
         cos, sin = rotation_tables(self.scaled_freqs(), T)
         # Eq. 11, in fp64 because autocast and TF32 would round an fp32 product
         cos = (cos.double() @ self.cos_coef.double()).float()

@@ -122,15 +122,13 @@ def parse_args(argv):
 
     if args.init_from:
         start = read_json(Path(args.init_from) / "config.json")
-        trained, shape = start.get("training") or {}, start.get("model") or {}
+        trained = {**(start.get("training") or {}), **(start.get("model") or {})}
         for name in ("preset", "pos", "train_len"):
             if getattr(args, name) is None:
                 setattr(args, name, trained.get(name))
-        for name, value in (("preset", trained.get("preset")), *((n, shape.get(n)) for n in ("n_layer", "n_head", "n_embd"))):
-            if getattr(args, name) not in (None, value):
-                raise ValueError(f"--{name} is {value} in {args.init_from} and cannot be changed to {getattr(args, name)}")
-        if args.qk_norm and not shape.get("qk_norm"):
-            raise ValueError(f"{args.init_from} was trained without --qk_norm, which cannot be added")
+        for name in ("preset", "n_layer", "n_head", "n_embd", "qk_norm"):
+            if getattr(args, name) and getattr(args, name) != trained.get(name):
+                raise ValueError(f"--{name} is {trained.get(name)} in {args.init_from}, it cannot become {getattr(args, name)}")
     args.pos, args.preset = args.pos or "fope", args.preset or "tiny"
     for name, value in RECIPES.get(args.preset, {}).items():
         if getattr(args, name) is None:
@@ -147,6 +145,22 @@ def parse_args(argv):
     if args.seed < 0:
         raise ValueError("--seed must be at least 0")
     return args
+
+
+def new_model(args, data):
+    """The model that a run starts with: drawn from the seed, or with --init_from another run's, its embedding exchanged."""
+    settings = {k: getattr(args, k) for k in ("pos", "train_len", "seed")}
+    if not args.init_from:
+        settings |= {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
+        settings |= dict(pos_args=parse_pos_args(args), qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
+        return GPT(GPTConfig.preset(args.preset, **settings))
+    old, about, _ = load_run(args.init_from, "cpu")
+    if about["tokenizer"] != data.tokenizer_id():
+        raise ValueError(f"{args.init_from} has the tokenizer {about['tokenizer']}, {args.data} has {data.tokenizer_id()}")
+    pos_args = old.config.pos_args if args.pos == old.config.pos else {}
+    model, what = with_pos(old, pos_args=pos_args | parse_pos_args(args, old.config), **settings)
+    print(what)
+    return model
 
 
 def main(argv=None):
@@ -187,19 +201,7 @@ def main(argv=None):
     elif (out / "checkpoint.pt").exists():
         raise ValueError(f"{out} already holds a run; continue it with --resume or choose another --out")
     else:
-        settings = {k: getattr(args, k) for k in ("pos", "train_len", "seed")}
-        if args.init_from:
-            old, saved, _ = load_run(args.init_from, "cpu")
-            if saved["tokenizer"] != about["tokenizer"]:
-                raise ValueError(f"{args.init_from} has the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")
-            pos_args = old.config.pos_args if args.pos == old.config.pos else {}
-            model, what = with_pos(old, pos_args=pos_args | parse_pos_args(args, old.config), **settings)
-            print(what)
-        else:
-            size = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
-            settings |= dict(pos_args=parse_pos_args(args), qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
-            model = GPT(GPTConfig.preset(args.preset, **size, **settings))
-        model, state = model.to(device), None
+        model, state = new_model(args, data).to(device), None
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=args.weight_decay, fused=True
     )

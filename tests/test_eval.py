@@ -20,6 +20,12 @@ from eval_perplexity import window_loss
 from model import GPT, GPTConfig, load_checkpoint, save_checkpoint
 from prepare_data import load_tokenizer
 
+
+@pytest.fixture(scope="module")
+def task(data_folder):
+    return PasskeyTask(load_tokenizer("bpe:512", data_folder))
+
+
 # --- perplexity
 
 
@@ -46,11 +52,14 @@ def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
     assert math.exp(loss.mean()) == pytest.approx(128)
 
 
-def test_evaluation_leaves_mode_and_random_state_alone():
-    model = GPT(GPTConfig(pos="rope", train_len=16, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).train()
+def test_evaluation_leaves_mode_and_random_state_alone(task):
+    model = GPT(GPTConfig(pos="rope", train_len=16, vocab_size=512, n_layer=1, n_head=2, n_embd=16))
     state = torch.get_rng_state()
-    window_loss(model, np.arange(101) % 128, 10)
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    for training in (True, False):
+        model.train(training)
+        window_loss(model, np.arange(101) % 128, 10)
+        first, second = (passkey_accuracy(model, task, 700, 2) for _ in range(2))
+        assert model.training == training and torch.equal(torch.get_rng_state(), state) and first == second
 
 
 def test_perplexity_command(checkpoint, tmp_path, capsys):
@@ -74,11 +83,6 @@ def test_default_lengths_are_1_to_16_times(checkpoint, tmp_path):
 
 
 # --- passkey
-
-
-@pytest.fixture(scope="module")
-def task(data_folder):
-    return PasskeyTask(load_tokenizer("bpe:512", data_folder))
 
 
 YARN = """There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you \

@@ -23,13 +23,15 @@ from fope import (
 )
 
 SHAPE = dict(head_dim=16, n_head=2, train_len=40)
-CASES = [(name, {}) for name in POSITION_EMBEDDINGS] + [
+VARIANTS = [
     ("fope", {"variant": "paper"}),
     ("fope", {"n_freq": 12}),
     ("fope", {"floor": False}),
     ("fope", {"yarn_scale": 4.0, "yarn_temperature": True}),
     ("rope", {"yarn_scale": 4.0, "yarn_temperature": True}),
 ]
+CASES = [pytest.param(name, {}, id=name) for name in POSITION_EMBEDDINGS]
+CASES += [pytest.param(name, kwargs, id=f"{name}-{'-'.join(map(str, kwargs))}") for name, kwargs in VARIANTS]
 
 
 def make(name="fope", **kwargs):
@@ -223,9 +225,10 @@ def test_zero_frequency_dimensions_ignore_position(variant, gain):
 
 
 def test_floor_belongs_to_the_training_length():
-    """Reading a longer text first must not change what happens to a short one."""
+    """How long the text is, or one that was read before, must not change what happens to its beginning."""
     pos, (q, k, _) = make(), draw(640)
     short = make().rotate(q[..., :40, :], k[..., :40, :])[0]
+    torch.testing.assert_close(make().rotate(q[..., :20, :], k[..., :20, :])[0], short[..., :20, :], atol=1e-6, rtol=0)
     torch.testing.assert_close(pos.rotate(q, k)[0][..., :40, :], short, atol=1e-6, rtol=0)
     torch.testing.assert_close(pos.rotate(q[..., :40, :], k[..., :40, :])[0], short, atol=1e-6, rtol=0)
 
@@ -246,7 +249,7 @@ def test_cached_tables_follow_their_coefficients():
 
 def test_coefficients_are_frozen_and_saved():
     pos = make(n_freq=12)
-    assert not list(pos.parameters())
+    assert not list(pos.parameters()) and not any(b.requires_grad for b in pos.buffers())
     assert set(pos.state_dict()) == {"freqs", "sin_coef", "cos_coef"}
     assert set(make("rope").state_dict()) == set()  # RoPE's follow from the config
 

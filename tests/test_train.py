@@ -287,9 +287,9 @@ def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--n_layer", "3"], "cannot be changed to 3"),
+        (["--n_layer", "3"], "cannot become 3"),
         (["--preset", "20M"], "--preset is tiny"),
-        (["--qk_norm"], "without --qk_norm"),
+        (["--qk_norm"], "--qk_norm is False"),
         (["--yarn_scale", "0"], "at least 1"),
         (["--pos", "alibi", "--yarn_scale", "2"], "does not take"),
         (["--init_from", "nowhere"], "no file nowhere"),

@@ -1,0 +1,127 @@
+"""
+Grade a student's copy of the project: the project's own tests, run on the student's functions.
+
+    python assignments/grade.py ~/handed_in/ada            about a minute
+    python assignments/grade.py ~/handed_in/* --exercise 1 2
+
+Each exercise is graded on its own: the functions of all other exercises are taken from the project, so that a mistake in
+one costs points there alone. The tests are the project's, whatever the student's copy of them says. They run in a
+subprocess with a time limit, on a copy: nothing in the student's folder is changed, but their code does run.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from exercises import EXERCISES, ROOT, find, has, reference, replace
+
+sys.path.insert(0, str(ROOT))
+
+from prepare_data import ArgumentParser, one_sentence_errors
+
+
+def graded_file(student, file, own):
+    """The student's file with the functions of all exercises but `own` replaced by the project's. ValueError: no points."""
+    text = student.read_text(encoding="utf-8")
+    try:
+        for number, (_, functions, _) in EXERCISES.items():
+            for name in functions.get(file, []):
+                if number == own:
+                    find(text, name)
+                elif has(text, name):
+                    text = replace(text, name, reference(file))
+    except SyntaxError as e:
+        raise ValueError(f"{file} is no Python: {e.msg}, line {e.lineno}") from None
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
+    return text
+
+
+def run_tests(folder, tests, time_limit):
+    """{test: None, or the first line of why it failed} for every test of the list. TimeoutError where they do not end."""
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += [f"tests/{test}" for test in tests]
+    try:
+        run = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=time_limit, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"the tests did not end within {time_limit} seconds") from None
+    if not report.exists():
+        raise ValueError(f"the tests could not be run: {(run.stdout + run.stderr).strip().splitlines()[-1]}")
+    outcome = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname').split('.')[-1]}.py::{case.get('name')}"
+        problem = next((child for child in case if child.tag in ("failure", "error")), None)
+        outcome[name] = None if problem is None else (problem.get("message") or "failed").splitlines()[0]
+    results = {}
+    for test in tests:
+        # all parameters of a test together; a file that cannot be imported leaves one error and no tests
+        found = [why for name, why in outcome.items() if name == test or name.startswith(test + "[")]
+        failed = [why for why in found if why is not None]
+        results[test] = failed[0] if failed else None if found else next((w for w in outcome.values() if w), "did not run")
+    return results
+
+
+def grade(folder, exercise, time_limit=120):
+    """(points, points to be had, [why points were lost, ...]) of one exercise."""
+    _, functions, tests = EXERCISES[exercise]
+    total = sum(points for points, _ in tests.values())
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary)
+        for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+            shutil.copy(path, copy)
+        shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "fope.py").write_text(reference("fope.py"), encoding="utf-8")
+        try:
+            for file in functions:
+                (copy / file).write_text(graded_file(Path(folder) / file, file, exercise), encoding="utf-8")
+            results = run_tests(copy, tests, time_limit)
+        except (ValueError, TimeoutError, OSError) as e:
+            return 0, total, [str(e)]
+    lost = []
+    for test, (points, meaning) in tests.items():
+        if (why := results[test]) is not None:
+            words = "not written yet" if "NotImplementedError" in why else f"{meaning} [{test.split('::')[1]}: {why[:120]}]"
+            lost.append(f"-{points}: {words}")
+    if len(lost) == len(tests) and len({why.split(": ", 1)[1] for why in lost}) == 1:
+        lost = [lost[0].split(": ", 1)[1]]  # the same everywhere: say it once
+    return sum(points for test, (points, _) in tests.items() if results[test] is None), total, lost
+
+
+def main(argv=None):
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("folders", nargs="+", help="what students handed in, each a copy of the project")
+    parser.add_argument("--exercise", type=int, nargs="+", choices=EXERCISES, default=list(EXERCISES), help="only these")
+    parser.add_argument("--time_limit", type=int, default=120, help="seconds for the tests of one exercise")
+    parser.add_argument("--json", help="also write all scores to this file")
+    args = parser.parse_args(argv)
+    for folder in args.folders:
+        if not (Path(folder) / "fope.py").exists():
+            raise FileNotFoundError(f"{folder} is no copy of the project: it has no fope.py")
+    scores = {}
+    for folder in args.folders:
+        print(f"{folder}")
+        scores[folder] = {}
+        for exercise in args.exercise:
+            points, total, lost = grade(folder, exercise, args.time_limit)
+            scores[folder][exercise] = {"points": points, "of": total, "lost": lost}
+            print(f"  {exercise}. {EXERCISES[exercise][0]}: {points} of {total}")
+            for reason in lost:
+                print(f"       {reason}")
+        points, total = (sum(score[key] for score in scores[folder].values()) for key in ("points", "of"))
+        print(f"  together: {points} of {total}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

@@ -1,0 +1,68 @@
+"""
+Write a starter copy of the project: the functions of the six exercises without their bodies, everything else as it is.
+
+    python assignments/make.py ~/starter
+    python assignments/make.py ~/solution --solution       with the bodies: what a full score looks like
+
+The copy is made from the project's files at this moment. Hand it out; grade.py grades what comes back.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from exercises import EXERCISES, ROOT, reference, remove_body
+
+sys.path.insert(0, str(ROOT))
+
+from prepare_data import ArgumentParser, one_sentence_errors
+
+# Results are left out, and of this folder all but the students' pages.
+HANDED_OUT = (
+    "*.py",
+    "*.md",
+    "*.toml",
+    "*.txt",
+    "LICENSE",
+    "experiments/*.py",
+    "runs/*.sh",
+    "tests/*.py",
+    "assignments/[1-6].md",
+)
+
+
+def exercise_files(solution):
+    """{path: text} of the files that exercises change, with or without the functions to write."""
+    texts = {}
+    for number, (_, functions, _) in EXERCISES.items():
+        for file, names in functions.items():
+            texts.setdefault(file, reference(file))
+            for name in [] if solution else names:
+                texts[file] = remove_body(texts[file], name, number)
+    return texts
+
+
+def main(argv=None):
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("folder", help="a new or empty folder")
+    parser.add_argument("--solution", action="store_true", help="keep the functions")
+    args = parser.parse_args(argv)
+    out = Path(args.folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty; choose another folder")
+    texts = exercise_files(args.solution)
+    for path in sorted(path for pattern in HANDED_OUT for path in ROOT.glob(pattern)):
+        file = str(path.relative_to(ROOT))
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        if file in texts:
+            (out / file).write_text(texts[file], encoding="utf-8")
+        elif file != "tests/test_assignments.py":
+            shutil.copy(path, out / file)
+    functions = sum(len(names) for _, by_file, _ in EXERCISES.values() for names in by_file.values())
+    print(f"wrote {out}: {len(EXERCISES)} exercises, {functions} functions to write; start with {out}/assignments/1.md")
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

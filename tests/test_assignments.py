@@ -1,0 +1,125 @@
+"""The course kit: the solution scores full marks, the starter none, and typical mistakes cost points where they belong."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, refuses
+
+sys.path.insert(0, str(ROOT / "assignments"))
+
+import exercises
+import grade
+import make
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    out = tmp_path_factory.mktemp("kit")
+    make.main([str(out / "starter")])
+    make.main([str(out / "solution"), "--solution"])
+    return out
+
+
+def test_starter_has_everything_but_the_functions(folders):
+    starter, solution = folders / "starter", folders / "solution"
+    text = (starter / "fope.py").read_text()
+    for number, (_, functions, tests) in exercises.EXERCISES.items():
+        assert (starter / "assignments" / f"{number}.md").exists()
+        assert sum(points for points, _ in tests.values()) == 10
+        for file, names in functions.items():
+            for name in names:
+                assert f"exercise {number}: {name} is yours" in (starter / file).read_text()
+    assert "theta^(-2m/head_dim)" in text and "1.0 / theta **" not in text  # the docstring stays, the body goes
+    assert (solution / "fope.py").read_text().startswith((ROOT / "fope.py").read_text())
+    assert not (starter / "assignments" / "exercises.py").exists()
+    subprocess.run([sys.executable, "train.py", "--help"], cwd=starter, check=True, capture_output=True)
+    refuses(make.main, [starter], "is not empty")
+
+
+@pytest.mark.parametrize("exercise", exercises.EXERCISES)
+def test_solution_scores_full_marks_and_the_starter_none(folders, exercise):
+    assert grade.grade(folders / "solution", exercise) == (10, 10, [])
+    points, _, lost = grade.grade(folders / "starter", exercise)
+    assert points == 0 and lost == ["not written yet"]
+
+
+MISTAKES = {  # what: (exercise, in which file, the right code, the mistake, a word of what the student is told)
+    "interleaved pairs": (
+        1,
+        "fope.py",
+        "    x1, x2 = x.float().chunk(2, dim=-1)\n"
+        "    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)",
+        "    x1, x2 = x.float()[..., ::2], x.float()[..., 1::2]\n"
+        "    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2).type_as(x)",
+        "not with its neighbour",
+    ),
+    "degrees": (1, "fope.py", "angles.cos()", "torch.rad2deg(angles).cos()", "not degrees"),
+    "mask off by one": (
+        2,
+        "fope.py",
+        "F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)",
+        "F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T).tril(1).bool(), scale=1.0)",
+        "does no query see later keys",
+    ),
+    "one column for the position": (
+        2,
+        "fope.py",
+        "torch.stack((j // 256 * 256, j % 256), dim=-1)",
+        "torch.stack((j, 0 * j), dim=-1)",
+        "Split j",
+    ),
+    "floor of half the length": (
+        3,
+        "fope.py",
+        "freqs >= 2 * math.pi / train_len",
+        "freqs >= math.pi / train_len",
+        "2 pi / train_len",
+    ),
+    "floor of the evaluated length": (
+        4,
+        "fope.py",
+        "        n_zero = self.head_dim // 2 - cos.size(-1)\n",
+        "        cos[..., self.freqs[: cos.size(-1)] < 2 * math.pi / T] = 1.0\n"
+        "        n_zero = self.head_dim // 2 - cos.size(-1)\n",
+        "nothing in them may depend on T",
+    ),
+    "trained coefficients": (
+        4,
+        "fope.py",
+        "return nn.init.xavier_normal_(noise, gain=self.sigma)",
+        "return nn.Parameter(nn.init.xavier_normal_(noise, gain=self.sigma))",
+        "not trained",
+    ),
+    "logits off by one": (5, "eval_passkey.py", "model(tokens[:, :-1], ", "model(tokens, ", "greedy decoding"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_costs_points_in_its_exercise_and_is_explained(folders, tmp_path, mistake):
+    exercise, file, right, wrong, words = MISTAKES[mistake]
+    text = (folders / "solution" / file).read_text()
+    assert text.count(right) == 1, f"the solution has changed: {right}"
+    (tmp_path / file).write_text(text.replace(right, wrong))
+    points, _, lost = grade.grade(tmp_path, exercise)
+    assert 0 <= points < 10 and words in " ".join(lost)
+    other = {1: 3, 2: 1, 3: 1, 4: 3, 5: 5}[exercise]
+    if mistake in ("degrees", "floor of half the length") and other != exercise:
+        assert grade.grade(tmp_path, other)[0] == 10
+
+
+def test_broken_files_and_endless_code_cost_points_and_nothing_else(folders, tmp_path):
+    (tmp_path / "fope.py").write_text("def rope_freqs(:\n")
+    assert grade.grade(tmp_path, 1)[2] == ["fope.py is no Python: invalid syntax, line 1"]
+    (tmp_path / "fope.py").write_text("x = 1\n")
+    assert grade.grade(tmp_path, 3)[2] == ["fope.py: there is no above_floor"]
+    text = (folders / "solution" / "fope.py").read_text()
+    (tmp_path / "fope.py").write_text("while True:\n    pass\n" + text)
+    assert grade.grade(tmp_path, 3, time_limit=3)[2] == ["the tests did not end within 3 seconds"]
+    refuses(grade.main, [tmp_path / "nobody"], "no copy of the project")
+
+
+def test_scores_are_printed_and_written(folders, tmp_path, capsys):
+    grade.main([str(folders / "starter"), "--exercise", "3", "--json", str(tmp_path / "scores.json")])
+    assert "3. FoPE's floor: 0 of 10" in capsys.readouterr().out
+    assert '"points": 0' in (tmp_path / "scores.json").read_text()
