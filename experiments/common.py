@@ -1,10 +1,12 @@
 """What the experiments share: the way to the project's files, colours, and how a figure and its numbers are saved."""
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 import matplotlib
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,7 +38,8 @@ def save(fig, numbers, out, name):
     with plt.rc_context({"svg.hashsalt": name}):
         fig.savefig(out / f"{name}.svg", metadata={"Date": None})
     plt.close(fig)
-    write_json(out / f"{name}.json", numbers)
+    command = shlex.join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    write_json(out / f"{name}.json", {"command": command, "software": f"torch {torch.__version__}", **numbers})
     print(f"figure: {out / name}.png")
 
 

@@ -125,7 +125,7 @@ def main(argv=None):
     ax.set_yscale("log")
     ax.set_ylim(1e-4, 1.2)
     tidy(
-        ax, "frequency (bins of 32768; GELU and SiLU drawn 90 and 180 to the right)", "amplitude",
+        ax, "frequency (bins of 32768; GELU, SiLU drawn 90, 180 right)", "amplitude",
         f"ReLU moves {100 * lemma['ReLU']['new_share']:.0f} % of two tones' energy to new frequencies,\n"
         f"GELU {100 * lemma['GELU']['new_share']:.0f} %, SiLU {100 * lemma['SiLU']['new_share']:.0f} %",
     )  # fmt: skip
@@ -138,7 +138,7 @@ def main(argv=None):
     ax.plot(freqs, 100 * rest, color=ORANGE, marker="o", ms=4, label="Eq. 10: tokens outside whole cycles")
     ax.plot(freqs, 100 * misplaced, color=BLUE, marker="s", ms=4, label="measured: energy away from its own frequency")
     ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
-    ax.annotate(" floor 2 pi / N", (floor, 90), fontsize=9)
+    ax.annotate(" floor 2 pi / N", (floor, 80), fontsize=9)
     ax.set_xscale("log")
     above = misplaced[freqs >= floor]
     tidy(
@@ -146,7 +146,8 @@ def main(argv=None):
         f"Cut off at N = {N}: tones above the floor misplace {100 * above.mean():.0f} % of their\n"
         f"energy, those under it {100 * misplaced[freqs < floor].mean():.0f} %",
     )  # fmt: skip
-    ax.legend(frameon=False, fontsize=9, loc="center left")
+    ax.set_ylim(-5, 140)
+    ax.legend(frameon=False, fontsize=9, loc="upper right")
     for name, share in (("rest of Eq. 10", rest), ("measured, misplaced", misplaced)):
         parts = [100 * share[which].mean() for which in (freqs >= floor, freqs < floor)]
         print(f"{name}: above the floor {parts[0]:.1f} %, under it {parts[1]:.1f} %")
@@ -163,7 +164,7 @@ def main(argv=None):
         ax, "frequency (cycles in N); dotted: where the tone is", "|X| / N, mean removed",
         "A tone with less than one cycle in the text\nlooks like a tone of another frequency",
     )  # fmt: skip
-    ax.legend(frameon=False, fontsize=9)
+    ax.legend(frameon=False, fontsize=9, loc="upper right")
 
     numbers = {
         "linear": {"bins": bins.tolist(), "own_share_by_dimension": own.round(5).tolist(), "seed": 0},

@@ -77,6 +77,26 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     assert "length 100,000 is skipped" in captured.err and "64 (2x)" in captured.out
 
 
+def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, capsys):
+    """YaRN and interpolation change what the model reads far out, and the result says which it was."""
+    out, losses = tmp_path / "r.json", []
+    for flags, pos_args in (
+        ([], {}),
+        (["--yarn_scale", "4"], {"yarn_scale": 4.0, "original_len": 32}),
+        (["--pi_scale", "4", "--label", "stretched"], {"pi_scale": 4.0, "original_len": 32}),
+        (["--pos_args", "yarn_scale=1", "sigma=0.9"], {"yarn_scale": 1, "sigma": 0.9}),
+    ):
+        eval_perplexity.main([str(checkpoint), "--lengths", "32,256", "--out", str(out), *flags])
+        result = json.loads(out.read_text())
+        assert result["pos_args"] == pos_args and result["label"] == ("stretched" if "--label" in flags else None)
+        losses.append(result["lengths"]["256"]["loss"])
+    assert "FoPE(train_len=32" in capsys.readouterr().out
+    assert losses[3] == losses[0] and len(set(losses)) == 3  # a trained FoPE keeps its coefficients, whatever sigma is said
+    flags = ["--yarn_scale", "0.5"]
+    for main in (eval_perplexity.main, eval_passkey.main):
+        refuses(main, [checkpoint, *flags], "yarn_scale must be a number of at least 1")
+
+
 def test_default_lengths_are_1_to_16_times(checkpoint, tmp_path):
     eval_perplexity.main([str(checkpoint), "--out", str(tmp_path / "r.json")])
     assert list(json.loads((tmp_path / "r.json").read_text())["lengths"]) == ["32", "64", "128", "256", "512"]
@@ -281,6 +301,26 @@ def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
     first = (tmp_path / "fig" / "length.svg").read_bytes()
     plot.main(argv)
     assert (tmp_path / "fig" / "length.svg").read_bytes() == first
+
+
+def test_labels_and_loss(tmp_path, capsys):
+    files = [result_file(tmp_path, "perplexity", pos, 0, 1.0) for pos in ("rope", "fope", "kerple")]
+    for path, changes in zip(
+        files,
+        (
+            {"pos_args": {"yarn_scale": 4.0, "original_len": 128}},
+            {"label": "FoPE, CF alone", "pos_args": {"sigma": 0}},
+            {"model": {"qk_norm": True}},
+        ),
+        strict=True,
+    ):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--loss"])
+    table = capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:5]] == [
+        "RoPE (yarn_scale=4.0)", "FoPE, CF alone", "KERPLE + QK-norm",
+    ]  # fmt: skip
+    assert "loss in nats per token" in table and "| 3.00 |" in table and (tmp_path / "fig" / "length.png").exists()
 
 
 def test_foreign_results_are_refused(tmp_path):
