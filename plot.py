@@ -36,6 +36,7 @@ STYLES = {
     "rope_a": ("RoPE-A", "#56B4E9", "X"),
 }
 MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000", "*")]
+MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's muted ones
 
 
 def load_results(paths):
