@@ -2,7 +2,7 @@
 # The paper's figure 5: a trained model that is to read further, without more training (YaRN, position interpolation) and
 # with a quarter more training at twice the length.
 #
-#   bash runs/extrapolate.sh                tiny models on a CPU: MIN minutes on 2 slow cores, for 3 seeds
+#   bash runs/extrapolate.sh                tiny models on a CPU: about 20 minutes on 2 slow cores, for 3 seeds
 #   SIZE=20M bash runs/extrapolate.sh       the paper's 20M (or 60M) models on one GPU, from data/c4 (see the README for the hours)
 #
 # Perplexity alone. In the second figure 1x is the new training length.
