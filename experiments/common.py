@@ -17,8 +17,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 from model import write_json  # noqa: E402
 
 # Okabe and Ito's colours, the same for a method as in plot.py
-BLACK, GREY, ORANGE, BLUE, RED, GREEN, PINK, SKY = (
-    "#000000", "#666666", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+BLACK, GREY, ORANGE, BLUE, RED, GREEN, PINK = (
+    "#000000", "#666666", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 )  # fmt: skip
 
 

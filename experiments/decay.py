@@ -17,7 +17,7 @@ import math
 import torch
 from common import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, plt, save, tidy
 
-from fope import FoPE, NoPE, RoPE, rope_freqs
+from fope import FoPE, NoPE, RoPE, above_floor, rope_freqs
 
 SHAPE = dict(head_dim=64, n_head=1, train_len=128)
 
@@ -56,7 +56,7 @@ def measure(T=256):
     torch.manual_seed(0)
     numbers["constant"] = {
         "RoPE": constant_content(RoPE(**SHAPE), T).tolist(),
-        "RoPE, above the floor": mean_cosine(freqs[freqs >= floor], T).tolist(),
+        "RoPE, above the floor": mean_cosine(above_floor(freqs, SHAPE["train_len"]), T).tolist(),
         "RoPE, under the floor": mean_cosine(freqs[freqs < floor], T).tolist(),
         "FoPE": constant_content(FoPE(**SHAPE), T).tolist(),
         "NoPE": constant_content(NoPE(**SHAPE), T).tolist(),
