@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fope import POSITION_EMBEDDINGS
 
@@ -155,8 +154,14 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, positions])[..., : self.config.vocab_size]
-        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten())
-        return loss.mean() if reduction == "mean" else loss.view_as(targets)
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)
+
+    def compile_parts(self):
+        """torch.compile what takes the time, part by part: one graph of it all would hold the logits of all positions."""
+        for block in self.blocks:
+            block.compile()
+        SlicedCrossEntropy.loss_and_gradient = staticmethod(torch.compile(loss_and_gradient))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
@@ -199,28 +204,62 @@ def autocast(device):
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 
 
-def linear_cross_entropy(x, weight, targets):
+def linear_cross_entropy(x, weight, targets, reduction="mean"):
     """
-    Cross-entropy of each row: x (N, C), weight (V, C), targets (N,) -> (N,) fp32, without all N x V logits at once.
+    Cross-entropy in nats of x (N, C) under the logits x weight^T: weight (V, C), targets (N,) -> its mean, a scalar, or with
+    reduction="none" (N,), fp32.
 
-    At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB. So they are made in slices of rows, and where
-    gradients are needed made again in the backward pass. What fits one slice is computed directly.
+    At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB, so they are made in slices of rows, each at most
+    LOGITS_PER_SLICE. What fits one slice is left to autograd.
     """
-
-    def slice_loss(x, weight, targets):
-        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="none")
-
     rows = max(1, LOGITS_PER_SLICE // len(weight))
-    if len(x) <= rows:
-        return slice_loss(x, weight, targets)
-    if torch.is_grad_enabled():
-        slices = [
-            checkpoint(slice_loss, x[i : i + rows], weight, targets[i : i + rows], use_reentrant=False)
-            for i in range(0, len(x), rows)
-        ]
-    else:
-        slices = [slice_loss(x[i : i + rows], weight, targets[i : i + rows]) for i in range(0, len(x), rows)]
-    return torch.cat(slices)
+    if torch.is_grad_enabled() and len(x) > rows and reduction == "mean":
+        return SlicedCrossEntropy.apply(x, weight, targets, rows)
+    losses = [
+        F.cross_entropy(F.linear(x[i : i + rows], weight).float(), targets[i : i + rows], reduction="none")
+        for i in range(0, len(x), rows)
+    ]
+    loss = torch.cat(losses)
+    return loss.mean() if reduction == "mean" else loss
+
+
+def loss_and_gradient(logits, targets):
+    """The summed cross-entropy of logits (N, V), and its gradient, softmax minus one-hot, in their dtype."""
+    log_probs = logits.float()
+    log_probs = log_probs - log_probs.logsumexp(dim=1, keepdim=True)
+    loss = -log_probs.gather(1, targets[:, None]).sum()
+    gradient = log_probs.exp_().to(logits.dtype)
+    return loss, gradient.scatter_add_(1, targets[:, None], -torch.ones_like(gradient[:, :1]))
+
+
+class SlicedCrossEntropy(torch.autograd.Function):
+    """
+    The mean cross-entropy, whose gradients are made in the forward pass, while the logits of a slice are there: to make
+    the logits again in the backward pass would be a seventh more work for the 60M model.
+    """
+
+    loss_and_gradient = staticmethod(loss_and_gradient)  # or its compiled form
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, rows):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x_cast, weight_cast = x.to(dtype), weight.to(dtype)
+        loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
+        for i in range(0, len(x), rows):
+            part = slice(i, i + rows)
+            logits = F.linear(x_cast[part], weight_cast)
+            part_loss, gradient = SlicedCrossEntropy.loss_and_gradient(logits, targets[part])
+            loss += part_loss
+            grad_x[part] = gradient @ weight_cast
+            grad_weight += gradient.T @ x_cast[part]
+        ctx.save_for_backward(grad_x, grad_weight)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_loss / len(grad_x) * grad_x, grad_loss / len(grad_x) * grad_weight, None, None
 
 
 # -----------------------------------------------------------------------------

@@ -59,16 +59,27 @@ def test_loss_is_cross_entropy_of_the_logits(pos_name):
     torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), expected.mean())
 
 
-def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch):
-    x, w = torch.randn(100, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
-    targets = tokens(1, 100)[0]
-    whole = linear_cross_entropy(x, w, targets)
-    grads = torch.autograd.grad(whole.mean(), (x, w))
-    monkeypatch.setattr(model_file, "LOGITS_PER_SLICE", 7 * 64)
-    sliced = linear_cross_entropy(x, w, targets)
-    torch.testing.assert_close(sliced, whole)
-    for a, b in zip(torch.autograd.grad(sliced.mean(), (x, w)), grads, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
+    """In fp32 to 1e-5; under autocast within bf16's rounding of the fp32 result, and not further than plain autograd's."""
+    x, w, targets = torch.randn(100, 8), torch.randn(64, 8), tokens(1, 100)[0]
+
+    def run(loss):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = loss(*leaves)
+        (3 * value).backward()  # the loss need not be the end of the graph
+        return value.detach(), *(leaf.grad for leaf in leaves)
+
+    whole = run(lambda x, w: F.cross_entropy(F.linear(x, w).float(), targets))
+    monkeypatch.setattr(model_file, "LOGITS_PER_SLICE", 7 * 64)  # 100 rows: 14 slices of 7, one of 2
+    for sliced, plain in zip(run(lambda x, w: linear_cross_entropy(x, w, targets)), whole, strict=True):
+        assert sliced.dtype == torch.float32
+        torch.testing.assert_close(sliced, plain, **(dict(atol=3e-3, rtol=2e-2) if autocast else dict(atol=1e-6, rtol=1e-5)))
+    with torch.no_grad():
+        each = F.cross_entropy(F.linear(x, w), targets, reduction="none")
+        torch.testing.assert_close(linear_cross_entropy(x, w, targets, "none"), each)
+        torch.testing.assert_close(linear_cross_entropy(x, w, targets), each.mean())
 
 
 def test_logits_of_some_positions():
