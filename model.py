@@ -15,7 +15,7 @@ import os
 import re
 import zipfile
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -195,10 +195,18 @@ def with_pos(model, **changes):
     return new, f"from {old_block.attn.pos}\nto   {new_block.attn.pos}, {inherited}"
 
 
+# -----------------------------------------------------------------------------
+# devices
+
+
 def autocast(device):
     """bf16 where a CUDA device has it, fp32 elsewhere."""
     use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.autocast("cuda", dtype=torch.bfloat16) if use_bf16 else nullcontext()
+
+
+# -----------------------------------------------------------------------------
+# the loss
 
 
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
@@ -267,17 +275,29 @@ class SlicedCrossEntropy(torch.autograd.Function):
 
 
 def write_atomically(path, write):
-    """Call write(temporary path), then rename: a run killed half-way leaves the old file or the new one, never a half."""
+    """
+    Call write(file), then rename: a run killed half-way, or a full disk, leaves the old file or the new one, never a half.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())  # before the rename, or a power cut could leave the new name without its content
+        os.replace(temporary, path)
+    except BaseException as e:
+        temporary.unlink(missing_ok=True)
+        disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own for a full disk
+        if isinstance(disk, OSError):
+            raise OSError(f"{path} could not be written ({disk.strerror or disk}); what it held before is untouched") from None
+        raise
 
 
 def write_json(path, content):
     """Indented, but with each innermost list on one line."""
     text = json.dumps(content, indent=1) + "\n"
     text = re.sub(r"\[\n([^\[\]{}]*?)\n *\]", lambda m: f"[{' '.join(m[1].split())}]", text)
-    write_atomically(Path(path), lambda p: p.write_text(text, encoding="utf-8"))
+    write_atomically(Path(path), lambda f: f.write(text.encode()))
 
 
 def read_json(path):
@@ -294,16 +314,17 @@ def read_json(path):
 
 
 # -----------------------------------------------------------------------------
-# checkpoints: a folder with config.json, written once, and checkpoint.pt (weights, optimizer, step), replaced as a whole
+# checkpoints: a folder with config.json, to be read by people too, and checkpoint.pt (the same, weights, optimizer, step)
 
 
 def save_checkpoint(folder, model, about=None, **state):
     """Write the model, its config, `about` (json: the data, tokenizer and flags it came from) and any further state."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", {"model": asdict(model.config), **(about or {})})
-    state = {"model": model.state_dict(), **state}
-    write_atomically(folder / "checkpoint.pt", lambda p: torch.save(state, p))
+    config = {"model": asdict(model.config), **(about or {})}
+    write_json(folder / "config.json", config)
+    state = {"config": config, "model": model.state_dict(), **state}
+    write_atomically(folder / "checkpoint.pt", lambda f: torch.save(state, f))
 
 
 def load_checkpoint(folder, device="cpu"):
@@ -320,18 +341,13 @@ def load_checkpoint(folder, device="cpu"):
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint in {folder}: {path.name} is missing")
     try:
-        config = GPTConfig(**about.pop("model"))
-        kinds = {f.name: (int, float) if f.type is float else f.type for f in fields(config)}
-        if wrong := [name for name, kind in kinds.items() if not isinstance(getattr(config, name), kind)]:
-            raise TypeError(f"wrong type of {', '.join(wrong)}")
-        model = GPT(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as e:
-        raise ValueError(f"{folder / 'config.json'} does not describe a model of this project: {e}") from None
-    try:
         with zipfile.ZipFile(path) as archive:  # torch.save writes a zip with a checksum of every tensor
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if state.get("config") != about:
+            raise ValueError("it was saved with another config.json than the one beside it")
+        model = GPT(GPTConfig(**about.pop("model")))
         model.load_state_dict(state["model"])
     except Exception as e:  # whatever a foreign or damaged file makes zipfile, pickle or torch raise
         reason = str(e).strip().split("\n")[0]

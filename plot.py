@@ -225,7 +225,7 @@ def put_into_readme(path, name, table):
     if not pattern.search(text):
         raise ValueError(f"{path} has no lines '<!-- table {name} -->' and '<!-- end {name} -->' to put the table between")
     text = pattern.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text)
-    write_atomically(Path(path), lambda p: p.write_text(text, encoding="utf-8"))
+    write_atomically(Path(path), lambda f: f.write(text.encode()))
 
 
 def main(argv=None):

@@ -26,6 +26,7 @@ import sys
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
@@ -105,11 +106,15 @@ def train_bpe(texts, n_vocab, path):
     if len(ranks) != n_vocab - 1:
         raise ValueError(f"the training text is too short for {n_vocab} tokens: it gives {len(ranks) + 1}; lower bpe:N")
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks]
-    write_atomically(path, lambda p: p.write_bytes(b"".join(lines)))
+    write_atomically(path, lambda f: f.writelines(lines))
 
 
 def load_tokenizer(name, folder):
-    """The tiktoken.Encoding of a tokenizer name; folder is where bpe:N has its tokenizer.tiktoken."""
+    """
+    The tiktoken.Encoding of a tokenizer name; folder is where bpe:N has its tokenizer.tiktoken. The name may go on with the
+    first digits of that file's sha256, as in TokenData.tokenizer_id: then another file is refused.
+    """
+    name, _, sha256 = name.partition(" ")
     if name == "gpt2":
         return load_gpt2()
     if name == "byte":
@@ -120,6 +125,8 @@ def load_tokenizer(name, folder):
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
         if sorted(ranks.values()) != list(range(len(ranks))) or f"bpe:{len(ranks) + 1}" != name:
             raise ValueError(f"{len(ranks)} ranks do not make {name}")
+        if not file_sha256(path).startswith(sha256):
+            raise ValueError("it is not the file that the tokens were made with")
         return tiktoken.Encoding(name, pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens={EOT: len(ranks)})
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}, which the tokenizer {name} needs") from None
@@ -162,12 +169,7 @@ def write_shard(path, tokens):
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
 
-    def write(temporary):
-        with open(temporary, "wb") as f:
-            f.write(header.tobytes())
-            f.write(tokens.astype("<u2").tobytes())
-
-    write_atomically(Path(path), write)
+    write_atomically(Path(path), lambda f: f.writelines((header.tobytes(), tokens.astype("<u2").tobytes())))
 
 
 def read_shard(path):
@@ -205,15 +207,12 @@ class TokenData:
                 raise ValueError(f"{folder} is not complete: run prepare_data.py again to finish it")
         if not paths:
             raise ValueError(f"{folder} has no {split} tokens")
-        shards = []
         for path in paths:
             if not path.exists():
                 raise FileNotFoundError(f"the shard {path} is missing")
-            shards.append(read_shard(path))
-            if listed and (len(shards[-1]) != listed[path.name]["tokens"] or file_sha256(path) != listed[path.name]["sha256"]):
-                raise ValueError(f"{path} is damaged: it is not the file that meta.json describes")
-        self.folder, self.shards = folder, shards
-        self.starts = np.cumsum([0] + [len(s) for s in shards])
+        self.folder, self.shards = folder, [read_shard(path) for path in paths]
+        check_content(folder, paths, listed, self.meta["vocab_size"])
+        self.starts = np.cumsum([0] + [len(s) for s in self.shards])
 
     def __len__(self):
         return int(self.starts[-1])
@@ -235,7 +234,45 @@ class TokenData:
         return " ".join([self.meta["tokenizer"], self.meta.get("tokenizer_sha256", "")[:16]]).strip()
 
     def tokenizer(self):
-        return load_tokenizer(self.meta["tokenizer"], self.folder)
+        return load_tokenizer(self.tokenizer_id(), self.folder)
+
+
+def check_content(folder, paths, listed, vocab_size):
+    """
+    Refuse shards whose content is not what meta.json `listed`, or that hold tokens outside the vocabulary. What has been
+    read once is remembered in verified.json, by size and time of change, so that later starts need not read it all.
+    """
+    path_of_verified = folder / "verified.json"
+    try:
+        verified = read_json(path_of_verified)
+    except (OSError, ValueError):
+        verified = {}
+    stamps = {path: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+    verified = {k: v for k, v in verified.items() if isinstance(v, list)}
+    unread = [path for path in paths if verified.get(path.name, [])[:-1] != [*stamps[path], vocab_size]]
+    with ThreadPoolExecutor() as pool:
+        contents = tqdm(pool.map(read_content, unread), "checking shards", len(unread), delay=2, leave=False)
+        for path, (sha256, highest) in zip(unread, contents, strict=True):
+            if highest >= vocab_size:
+                raise ValueError(f"{path} is damaged: it has token {highest}, the vocabulary ends at {vocab_size - 1}")
+            verified[path.name] = [*stamps[path], vocab_size, sha256]
+    for path in paths:
+        if listed and listed[path.name]["sha256"] != verified[path.name][-1]:
+            raise ValueError(f"{path} is damaged: it is not the file that meta.json describes")
+    if unread:
+        with suppress(OSError):  # a folder that cannot be written is read again each time
+            write_json(path_of_verified, verified)
+
+
+def read_content(path):
+    """(sha256, highest token) of a shard."""
+    digest, highest = hashlib.sha256(), 0
+    with open(path, "rb") as f:
+        digest.update(f.read(4 * HEADER_INTS))
+        while block := f.read(1 << 22):
+            digest.update(block)
+            highest = max(highest, int(np.frombuffer(block, dtype="<u2").max()))
+    return digest.hexdigest(), highest
 
 
 def read_meta(folder):
@@ -244,15 +281,19 @@ def read_meta(folder):
     meta = read_json(path)
     shard_fields = {"name": str, "split": str, "tokens": int, "sha256": str}
     try:
-        check_tokenizer_name(meta["tokenizer"])
-        ok = isinstance(meta["vocab_size"], int) and 1 < meta["vocab_size"] <= 65536
+        name = check_tokenizer_name(meta["tokenizer"])
+        vocab_size = {"gpt2": 50257, "byte": 257}.get(name) or int(name[4:])
+        ok = (meta["vocab_size"], meta["eot"]) == (vocab_size, vocab_size - 1)
+        ok &= isinstance(meta.get("tokenizer_sha256", ""), str)
         for shard in meta["shards"]:
             ok &= all(isinstance(shard[key], kind) for key, kind in shard_fields.items())
             ok &= shard["name"] == Path(shard["name"]).name
+        for split in ("train", "val"):
+            ok &= meta[f"{split}_tokens"] == sum(s["tokens"] for s in meta["shards"] if s["split"] == split)
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
     if not ok:
-        raise ValueError(f"{path} is damaged: a value has the wrong type")
+        raise ValueError(f"{path} is damaged: a value has the wrong type or does not fit the others")
     return meta
 
 

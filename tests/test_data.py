@@ -190,7 +190,8 @@ def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     argv = ["--source", lines, "--tokenizer", "byte", "--max_tokens", 123456, "--shard_tokens", 50000, "--val_frac", 0.3]
     out = prepare(tmp_path / "out", *argv, "--workers", 1)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    assert len(TokenData(out, "train")) == 123456 and len(before) == 4
+    assert len(before) == 4 and len(TokenData(out, "train")) == 123456
+    (out / "verified.json").unlink()
     again = prepare(tmp_path / "again", *argv, "--workers", 4)
     assert {p.name: p.read_bytes() for p in again.iterdir()} == before
     (out / "val_000000.bin").unlink()
@@ -392,6 +393,7 @@ def flip_bit(path, at):
         lambda d: (d / "meta.json").write_text("[]"),
         lambda d: (d / "meta.json").write_text("{}"),
         lambda d: change_meta(d, vocab_size="many"),
+        lambda d: change_meta(d, vocab_size=100),
         lambda d: change_meta(d, tokenizer="bert"),
         lambda d: change_meta(d, shards=[{"name": "../x", "split": "train", "tokens": 1, "sha256": ""}]),
         lambda d: change_meta(d, shards=[]),
