@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from eval_perplexity import TOKENS_PER_BATCH, evaluate_lengths, evaluation_parser, load_for_evaluation
-from model import autocast
+from model import autocast, processes, sum_over_processes
 from prepare_data import load_tokenizer, one_sentence_errors
 
 TASK = (
@@ -81,9 +81,10 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     samples = [task.sample(length, rng) for _ in range(trials)]
-    exact, share, nll = np.zeros(trials), np.zeros(trials), np.zeros(trials)
-    batch = max(1, TOKENS_PER_BATCH // length)
-    for i in range(0, trials, batch):
+    results = np.zeros((3, trials))
+    exact, share, nll = results
+    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH // length), processes()
+    for i in range(rank * batch, trials, n_processes * batch):
         rows = samples[i : i + batch]
         tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
         n_max = max(n for _, n, _ in rows)
@@ -98,8 +99,9 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
                     decoded = model.generate(tokens[r : r + 1, :-n], n, temperature=0)
                 exact[i + r] = torch.equal(decoded[0], tokens[r])
         if progress is not None:
-            progress.update(len(rows))
+            progress.update(n_processes * len(rows))
     model.train(was_training)
+    exact, share, nll = sum_over_processes(torch.from_numpy(results).to(device)).cpu().numpy()
     bins = np.minimum((np.array([depth for _, _, depth in samples]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
     in_bin = [bins == b for b in range(DEPTH_BINS)]
     low, high = wilson_interval(int(exact.sum()), trials)
@@ -133,10 +135,10 @@ def main(argv=None):
     if args.trials < 1 or args.seed < 0:
         raise ValueError("--trials must be at least 1 and --seed at least 0")
     model, about, state = load_for_evaluation(args)
-    task = PasskeyTask(load_tokenizer(about["tokenizer"].split()[0], Path(args.checkpoint)))
+    task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
 
     def evaluate(length):
-        with tqdm(total=args.trials, unit="trial", desc=f"length {length}", leave=False) as bar:
+        with tqdm(total=args.trials, unit="trial", desc=f"length {length}", leave=False, disable=processes()[0] > 0) as bar:
             return passkey_accuracy(model, task, length, args.trials, args.seed, args.generate, bar)
 
     more = {"step": state["step"], "trial_seed": args.seed, "generate": args.generate}

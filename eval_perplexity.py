@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import autocast, load_checkpoint, with_pos, write_json
+from model import autocast, join_processes, load_checkpoint, processes, sum_over_processes, with_pos, write_json
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
 
 TOKENS_PER_BATCH = 8192
@@ -44,17 +44,18 @@ def window_loss(model, tokens, length, progress=None):
     targets = tokens[1 : n_windows * length + 1].reshape(n_windows, length)
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
-    total = torch.zeros(length, dtype=torch.float64)
-    for i in range(0, n_windows, max(1, TOKENS_PER_BATCH // length)):
-        rows = slice(i, i + max(1, TOKENS_PER_BATCH // length))
+    total = torch.zeros(length, dtype=torch.float64, device=device)
+    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH // length), processes()
+    for i in range(rank * batch, n_windows, n_processes * batch):
+        rows = slice(i, i + batch)
         x, y = (torch.from_numpy(a[rows]).to(device) for a in (inputs, targets))
         with autocast(device):
             loss = model(x, y, reduction="none")
-        total += loss.sum(dim=0, dtype=torch.float64).cpu()
+        total += loss.sum(dim=0, dtype=torch.float64)
         if progress is not None:
-            progress.update(x.numel())
+            progress.update(n_processes * x.numel())
     model.train(was_training)
-    return (total / n_windows).numpy()
+    return (sum_over_processes(total) / n_windows).cpu().numpy()
 
 
 # -----------------------------------------------------------------------------
@@ -102,13 +103,6 @@ def parse_pos_args(args, trained=None):
     return keywords
 
 
-def check_device(name):
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {name} cannot be used here: {str(e).splitlines()[0]}") from None
-
-
 def load_run(folder, device):
     """load_checkpoint for a run of train.py, which alone knows its data and tokenizer."""
     model, about, state = load_checkpoint(folder, device)
@@ -119,11 +113,12 @@ def load_run(folder, device):
 
 def load_for_evaluation(args):
     """The run to evaluate, with the position embedding changed as the flags say: (model, about, state)."""
+    device = join_processes(args.device)
     model, about, state = load_run(args.checkpoint, "cpu")
     if changes := parse_pos_args(args, model.config):
         model, what = with_pos(model, pos_args=model.config.pos_args | changes)
         print(what)
-    return model.to(check_device(args.device)), about, state
+    return model.to(device), about, state
 
 
 def parse_lengths(text, train_len):
@@ -152,6 +147,8 @@ def provenance(device):
         hardware = torch.cuda.get_device_name(device)
     else:
         hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    if (n_processes := processes()[1]) > 1:
+        hardware = f"{n_processes} x {hardware}"
     return {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": git_commit(),
@@ -161,13 +158,16 @@ def provenance(device):
 
 
 def read_log(folder):
-    """The lines of a run's log.jsonl as dicts, up to one that a killed run has left half-written; [] without a log."""
+    """The lines of a run's log.jsonl as dicts, up to one that is damaged or half-written; [] without a log."""
     path, lines = Path(folder) / "log.jsonl", []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            line = json.loads(line)
+            if not all(isinstance(line[key], int | float) for key in ("step", "tokens", "loss")):
+                break
+        except (ValueError, KeyError, TypeError):
             break
+        lines.append(line)
     return lines
 
 
@@ -202,12 +202,13 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
         "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "qk_norm")},
         "tokenizer": about["tokenizer"],
         "training": about["training"],
-        **provenance(check_device(args.device)),
+        **provenance(next(model.parameters()).device),
         **more,
         "lengths": done,
         "skipped": skipped,
     }
-    write_json(out, result)
+    if processes()[0] == 0:
+        write_json(out, result)
     print(f"wrote {out}")
 
 
@@ -235,7 +236,9 @@ def main(argv=None):
     def evaluate(length):
         if length not in fitting:
             raise ValueError(f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window")
-        with tqdm(total=n_scored, unit="tok", unit_scale=True, desc=f"length {length}", leave=False) as bar:
+        with tqdm(
+            total=n_scored, unit="tok", unit_scale=True, desc=f"length {length}", leave=False, disable=processes()[0] > 0
+        ) as bar:
             losses = window_loss(model, tokens, length, bar)
         if length == max(fitting):
             bins = np.array_split(losses, min(128, length))

@@ -10,15 +10,18 @@ embedding is told, and any T can be read afterwards.
     logits = model(idx)             # (B, T, vocab_size)
 """
 
+import atexit
 import json
 import os
 import re
+import sys
 import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -196,13 +199,47 @@ def with_pos(model, **changes):
 
 
 # -----------------------------------------------------------------------------
-# devices
+# devices and processes
 
 
 def autocast(device):
     """bf16 where a CUDA device has it, fp32 elsewhere."""
     use_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.autocast("cuda", dtype=torch.bfloat16) if use_bf16 else nullcontext()
+
+
+def join_processes(device):
+    """
+    The torch.device of this process. Where torchrun has started several, they join here: each takes a GPU of its own or
+    shares the CPU, and all but the first stop printing. Raises ValueError for a device that is not there.
+    """
+    n_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if n_processes > 1 and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {device} cannot be used here: {str(e).splitlines()[0]}") from None
+    if n_processes > 1 and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+        if dist.get_rank() > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return device
+
+
+def processes():
+    """(rank of this process, number of processes) that torchrun has started and that have joined; (0, 1) without it."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def sum_over_processes(tensor):
+    """The sum of a tensor that every process has, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
 
 
 # -----------------------------------------------------------------------------

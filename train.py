@@ -1,32 +1,49 @@
 """
-Train a GPT with the position embedding of your choice, on one CPU or one GPU.
+Train a GPT with the position embedding of your choice, on a CPU, a GPU, or with torchrun on several.
 
     python train.py --data data/sotu --pos fope --preset tiny --passkey_frac 0.3 --out runs_out/fope      minutes on a CPU
     python train.py --data data/c4 --pos fope --preset 60M --compile --out runs_out/fope_60M              the paper's recipe
     python train.py --data data/c4 --init_from runs_out/rope_60M --yarn_scale 2 --train_len 1024 --out runs_out/yarn_60M
                                      another run's weights, with another position embedding or training length
+    torchrun --nproc_per_node=4 train.py --data data/c4 --preset 60M --compile --out runs_out/fope_60M        four GPUs
 
 Writes to --out: log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step. Ctrl-C or SIGTERM finishes the
-step and saves; the same command with --resume continues, on a CPU with bit-identical weights.
+step and saves; the same command with --resume continues, on a CPU with bit-identical weights. Killed at any other moment,
+it loses the steps since the last checkpoint.
 """
 
 import json
 import math
+import os
 import shlex
 import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from eval_passkey import PasskeyTask
-from eval_perplexity import add_pos_flags, check_device, load_run, parse_pos_args, read_log, window_loss
+from eval_perplexity import add_pos_flags, load_run, parse_pos_args, read_log, window_loss
 from fope import POSITION_EMBEDDINGS
-from model import GPT, SIZES, GPTConfig, autocast, read_json, save_checkpoint, with_pos
+from model import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    autocast,
+    join_processes,
+    processes,
+    read_json,
+    save_checkpoint,
+    sum_over_processes,
+    with_pos,
+)
 from prepare_data import ArgumentParser, TokenData, one_sentence_errors
 
 # What --preset decides where no flag does. The paper: 10B tokens in steps of 1024 sequences of 512, learning rate 6e-4.
@@ -70,10 +87,11 @@ class Batches:
         is_passkey = math.floor((i + 1) * self.passkey_frac) > n_passkeys
         return self.passkey(n_passkeys) if is_passkey else self.text(i - n_passkeys)
 
-    def batch(self, step):
-        """(batch_size, train_len + 1) int64, the sequences of one optimizer step."""
-        first = step * self.batch_size
-        return torch.from_numpy(np.stack([self.sequence(first + b) for b in range(self.batch_size)]))
+    def batch(self, step, rank=0, n_processes=1):
+        """The sequences of one optimizer step, or a process's share: (batch_size / n_processes, train_len + 1) int64."""
+        n = self.batch_size // n_processes
+        first = step * self.batch_size + rank * n
+        return torch.from_numpy(np.stack([self.sequence(i) for i in range(first, first + n)]))
 
 
 def learning_rate(step, n_steps, warmup_steps, peak):
@@ -103,7 +121,11 @@ def parse_args(argv):
     # optimization
     add("--tokens", type=int, help="training tokens, rounded up to whole steps (default: 1M for tiny, else the paper's 10B)")
     add("--batch_size", type=int, help="sequences per optimizer step (default: 8 for tiny, else 1024)")
-    add("--grad_accum", type=int, help="parts that a step is computed in, to fit memory (default: 1 for tiny, else 16)")
+    add(
+        "--grad_accum",
+        type=int,
+        help="parts of a step, to fit memory; torchrun's processes share them (default: 1 for tiny, else 16)",
+    )
     add("--lr", type=float, help="peak learning rate (default: 2e-3 for tiny, else 6e-4)")
     add("--warmup_steps", type=int, help="default: the paper's 10,000 at 10B tokens and more, else 5 %% of the steps")
     add("--weight_decay", type=float, default=0.1, help="on every parameter, as in the paper")
@@ -117,12 +139,13 @@ def parse_args(argv):
     add("--eval_tokens", type=int, default=65536, help="validation tokens read for the loss at the training length")
     add("--log_every", type=int, default=10, help="steps between lines of log.jsonl")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--compile", action="store_true", help="torch.compile the blocks")
+    add("--compile", action="store_true", help="torch.compile the blocks and the loss: slow to start, then faster")
+    add("--deterministic", action="store_true", help="on CUDA only algorithms that give the same twice; a CPU does anyway")
     args = parser.parse_args(argv)
 
     if args.init_from:
         start = read_json(Path(args.init_from) / "config.json")
-        trained = {**(start.get("training") or {}), **(start.get("model") or {})}
+        trained = {k: v for part in ("training", "model") if isinstance(start.get(part), dict) for k, v in start[part].items()}
         for name in ("preset", "pos", "train_len"):
             if getattr(args, name) is None:
                 setattr(args, name, trained.get(name))
@@ -165,7 +188,14 @@ def new_model(args, data):
 
 def main(argv=None):
     args = parse_args(argv)
-    out, device = Path(args.out), check_device(args.device)
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+    out, device = Path(args.out), join_processes(args.device)
+    rank, n_processes = processes()
+    n_parts = max(1, args.grad_accum // n_processes)
+    if args.batch_size % (n_parts * n_processes):
+        raise ValueError(f"--batch_size {args.batch_size} cannot be divided into {n_parts} parts on {n_processes} processes")
 
     # data
     data = TokenData(args.data, "train")
@@ -186,7 +216,7 @@ def main(argv=None):
     eval_every = args.eval_every or max(1, n_steps // 10)
 
     # what defines the run: a resumed run must not differ in it
-    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every")
+    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic")
     training = {k: v for k, v in vars(args).items() if k not in may_differ}
     about = {"data": args.data, "tokenizer": data.tokenizer_id(), "training": training}
 
@@ -211,22 +241,34 @@ def main(argv=None):
         step = state["step"]
         del state
     if args.compile:
-        for block in model.blocks:
-            block.compile()
+        model.compile_parts()
+    ddp, no_sync = model, nullcontext
+    if n_processes > 1:
+        device_ids = [device] if device.type == "cuda" else None
+        ddp = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)  # all have drawn the same
+        no_sync = ddp.no_sync
     print(f"{args.pos}: {model.num_params():,} parameters in blocks + head, {model.embed.weight.numel():,} in the input table")
-    print(f"{n_steps:,} steps of {tokens_per_step:,} tokens; {batches.n_windows:,} windows of text; on {device}")
+    print(
+        f"{n_steps:,} steps of {tokens_per_step:,} tokens from {batches.n_windows:,} windows; on {n_processes} x {device.type}"
+    )
 
     # the log: a run that was killed may have logged steps that its checkpoint does not have
-    out.mkdir(parents=True, exist_ok=True)
     log_path = out / "log.jsonl"
-    old_lines = [line for line in read_log(out) if line["step"] <= step] if step else []
-    log_path.write_text("".join(json.dumps(line) + "\n" for line in old_lines))
-    tokenizer_path = data.folder / "tokenizer.tiktoken"
-    if tokenizer_path.exists():
-        shutil.copy(tokenizer_path, out)  # so that the checkpoint can be evaluated without its data
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        old_lines = [line for line in read_log(out) if line["step"] <= step] if step else []
+        log_path.write_text("".join(json.dumps(line) + "\n" for line in old_lines))
+        tokenizer_path = data.folder / "tokenizer.tiktoken"
+        if tokenizer_path.exists():
+            shutil.copy(tokenizer_path, out)  # so that the checkpoint can be evaluated without its data
 
     def save():
-        save_checkpoint(out, model, about, optimizer=optimizer.state_dict(), step=step)
+        if rank == 0:
+            save_checkpoint(out, model, about, optimizer=optimizer.state_dict(), step=step)
+
+    def load(step):
+        batch = batches.batch(step, rank, n_processes)
+        return batch.pin_memory() if device.type == "cuda" else batch
 
     stop_signal = None
 
@@ -235,19 +277,26 @@ def main(argv=None):
         stop_signal = number
 
     previous_handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-    bar = tqdm(initial=step * tokens_per_step, total=n_steps * tokens_per_step, unit="tok", unit_scale=True, desc=args.pos)
-    last_time, last_step, val_loss = time.time(), step, None
-    while step < min(n_steps, args.stop_at or n_steps) and stop_signal is None:
+    bar = tqdm(total=n_steps * tokens_per_step, unit="tok", unit_scale=True, desc=args.pos, disable=rank > 0)
+    bar.update(step * tokens_per_step)
+    loader = ThreadPoolExecutor(1)  # the next batch is read while this one is computed
+    next_batch = loader.submit(load, step)
+    last_time, last_step, val_loss, stop = time.time(), step, None, False
+    while step < min(n_steps, args.stop_at or n_steps) and not stop:
         lr = learning_rate(step, n_steps, args.warmup_steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = 0.0
-        for part in batches.batch(step).chunk(args.grad_accum):
-            part = part.to(device, non_blocking=True)
-            with autocast(device):
-                part_loss = model(part[:, :-1], part[:, 1:]) / args.grad_accum
-            part_loss.backward()
-            loss += part_loss.item()
+        batch, next_batch = next_batch.result(), loader.submit(load, step + 1)
+        loss = torch.zeros((), device=device)
+        for i, part in enumerate(batch.to(device, non_blocking=True).chunk(n_parts), start=1):
+            with no_sync() if i < n_parts else nullcontext():  # gradients meet in the last part
+                with autocast(device):
+                    part_loss = ddp(part[:, :-1], part[:, 1:]) / n_parts
+                part_loss.backward()
+            loss += part_loss.detach()
+        # what all processes must agree on: the mean loss, and whether one of them was told to stop
+        agreed = sum_over_processes(torch.stack((loss / n_processes, loss.new_tensor(stop_signal or 0))))
+        loss, stop = agreed.tolist()
         if not math.isfinite(loss):
             bar.close()
             raise ValueError(f"the loss of step {step + 1} is {loss}; a checkpoint in {out} is from before it")
@@ -262,8 +311,9 @@ def main(argv=None):
             line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr, "tokens_per_s": round(rate)}
             if step % eval_every == 0 or step == n_steps:
                 val_loss = line["val_loss"] = float(window_loss(model, val_tokens, args.train_len).mean())
-            with open(log_path, "a") as f:
-                f.write(json.dumps(line) + "\n")
+            if rank == 0:
+                with open(log_path, "a") as f:
+                    f.write(json.dumps(line) + "\n")
             bar.set_postfix(loss=f"{loss:.3f}", val=f"{val_loss:.3f}" if val_loss else "-", lr=f"{lr:.1e}", refresh=False)
             last_time, last_step = time.time(), step
         if step % args.save_every == 0 and step < n_steps:

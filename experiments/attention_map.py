@@ -70,7 +70,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         model, about, _ = load_checkpoint(args.checkpoint)
-        task = PasskeyTask(load_tokenizer(about["tokenizer"].split()[0], Path(args.checkpoint)))
+        task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
         lengths = [model.config.train_len * f for f in (1, 2, 4, 8, 16)]
         results = {length: measure(model, task, length, args.trials) for length in lengths}
     except (OSError, ValueError, KeyError) as e:

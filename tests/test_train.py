@@ -176,8 +176,8 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint(data_folder, tmp_path, m
     run_training(data_folder, tmp_path, "--stop_at", "5")
     before = (tmp_path / "checkpoint.pt").read_bytes()
 
-    def disk_full(state, path):
-        path.write_bytes(b"half")
+    def disk_full(state, file):
+        file.write(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", disk_full)
