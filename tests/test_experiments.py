@@ -5,10 +5,12 @@ import math
 import sys
 
 import matplotlib.image
+import nbformat
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, refuses
+from nbclient import NotebookClient
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -203,6 +205,23 @@ def test_attention_map_runs_on_a_checkpoint(tmp_path):
     save_checkpoint(tmp_path / "short", model, {"tokenizer": "byte", "data": "", "training": {}})
     refuses(attention_map.main, [tmp_path / "short", "--out", tmp_path], "does not fit 20")
     assert np.array_equal(attention_map.occurrences(np.array([1, 2, 3, 1, 2, 9, 1, 2]), np.array([1, 2])), [0, 3])
+
+
+def test_the_tour_runs_and_is_committed_with_its_outputs(tmp_path):
+    """On models with next to no training, in a folder of its own."""
+    notebook = nbformat.read(ROOT / "experiments" / "tour.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    pictures = [out for cell in code for out in cell.outputs if "image/png" in out.get("data", {})]
+    assert len(pictures) >= 5 and [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not any(out.get("name") == "stderr" for cell in code for out in cell.outputs)
+    for cell in code:
+        for ours, small in (("runs_out/demo", str(tmp_path)), ("819200", "2048"), ("16 * 2048", "2048")):
+            cell.source = cell.source.replace(ours, small)
+    resources = {"metadata": {"path": str(ROOT / "experiments")}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    printed = "".join(out.text for cell in code for out in cell.outputs if out.output_type == "stream")
+    assert (tmp_path / "runs" / "fope_s0_perplexity" / "checkpoint.pt").exists()
+    assert printed.count("perplexity at 128 256 512 1024 2048") == 1 and "FoPE, floor moved" in printed
 
 
 def test_zero_gain_is_the_padding_of_the_two_variants():
