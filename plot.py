@@ -10,6 +10,7 @@ length) and training (loss against tokens); prints the Markdown table. Seeds of 
 deviation.
 """
 
+import itertools
 import re
 import sys
 from collections import defaultdict
@@ -76,9 +77,11 @@ def unit_of(results):
 
 
 def styles(labels):
-    """{label: (colour, marker)}: the fixed ones for the plain embeddings, further ones for everything else."""
-    fixed = {name: (colour, marker) for name, colour, marker in STYLES.values()}
-    more = iter(MORE_STYLES * len(labels))
+    """{label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones for everything else."""
+    fixed = {name: {"color": colour, "marker": marker} for name, colour, marker in STYLES.values()}
+    fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
+    used = {fixed[label]["color"] for label in labels if label in fixed}
+    more = itertools.cycle([{"color": colour, "marker": marker} for colour, marker in MORE_STYLES if colour not in used])
     return {label: fixed.get(label) or next(more) for label in labels}
 
 
@@ -93,10 +96,9 @@ def seed_stats(results, name):
 def draw_lines(ax, by_label, name, style, band=True, **kwargs):
     for label, results in by_label.items():
         lengths, mean, std, n = seed_stats(results, name)
-        colour, marker = style[label]
-        ax.plot(lengths, mean, color=colour, marker=marker, ms=5, label=label, **kwargs)
+        ax.plot(lengths, mean, ms=5, label=label, **{**style[label], **kwargs})
         if n > 1 and band:
-            ax.fill_between(lengths, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+            ax.fill_between(lengths, mean - std, mean + std, color=style[label]["color"], alpha=0.15, lw=0)
 
 
 def length_axis(ax, train_len, lengths):
@@ -167,17 +169,14 @@ def figure_training(by_label):
     style = styles(list(by_label))
     fig, ax = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for label, results in by_label.items():
-        colour, marker = style[label]
         for r in results:
             curve = np.array([[np.nan if v is None else v for v in row] for row in r.get("curve", [])], dtype=float)
             if not len(curve):
                 continue
-            ax.plot(curve[:, 0] / 1e6, smooth(curve[:, 1]), color=colour, lw=0.7, alpha=0.5)
+            ax.plot(curve[:, 0] / 1e6, smooth(curve[:, 1]), color=style[label]["color"], lw=0.7, alpha=0.5)
             has_val = ~np.isnan(curve[:, 2])
-            first = r is results[0]
-            ax.plot(
-                curve[has_val, 0] / 1e6, curve[has_val, 2], color=colour, marker=marker, ms=4, label=label if first else None
-            )
+            name = label if r is results[0] else None
+            ax.plot(curve[has_val, 0] / 1e6, curve[has_val, 2], ms=4, label=name, **style[label])
     ax.set_xlabel("training tokens (millions)")
     ax.set_ylabel(f"loss on text (nats per {unit_of(next(iter(by_label.values())))})")
     ax.set_title("Training (thin, running mean) and validation (markers) at the training length", fontsize=10)
