@@ -1,8 +1,8 @@
 """
 How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
 
-    python experiments/zero_gain.py --kind perplexity              about 60 minutes on 2 slow cores, 5 seeds
-    python experiments/zero_gain.py --kind passkey --seeds 5       2.5 hours
+    python experiments/zero_gain.py --kind perplexity                       about 60 minutes on 2 slow cores, 5 seeds
+    python experiments/zero_gain.py --kind passkey --gains 1 2 8            2 hours, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
 sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
@@ -69,7 +69,6 @@ class GainRoPE(RoPE):
 
 
 POSITION_EMBEDDINGS |= {"gain_fope": GainFoPE, "gain_rope": GainRoPE}
-GAINS = (1, 2, 4, 8)
 METHODS = {  # name: (embedding, keywords, colour)
     "FoPE": ("gain_fope", [], "#D55E00"),
     "FoPE, CF alone": ("gain_fope", ["sigma=0"], "#E69F00"),
@@ -114,19 +113,24 @@ def train_and_evaluate(job):
 
 
 def summarise(out, kind, results):
-    """Means over the seeds and paired differences to g = 1, as a dict; the table on the screen and the figure in a file."""
+    """
+    The results {(method, gain, seed): json} as means over the seeds and paired differences to g = 1: on the screen, as a
+    figure, and with the raw values in a json file.
+    """
+    methods, gains = ([*dict.fromkeys(key[i] for key in results)] for i in (0, 1))
     measure, unit = RECIPES[kind][-1]
-    summary = {"kind": kind, "measure": measure, "unit": unit}
+    summary = {"kind": kind, "measure": measure, "unit": unit, **eval_perplexity.provenance(torch.device("cpu"))}
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained", sharex=True)
-    for method, (_, _, colour) in METHODS.items():
-        by_gain = {g: [results[method, g, s]["lengths"] for m, g_, s in results if (m, g_) == (method, g)] for g in GAINS}
+    for method in methods:
+        colour = METHODS[method][2]
+        by_gain = {g: [results[method, g, s]["lengths"] for m, g_, s in results if (m, g_) == (method, g)] for g in gains}
         lengths = sorted(by_gain[1][0], key=int)
-        values = np.array([[[row[n][measure] for n in lengths] for row in by_gain[g]] for g in GAINS])  # (gain, seed, length)
+        values = np.array([[[row[n][measure] for n in lengths] for row in by_gain[g]] for g in gains])  # (gain, seed, length)
         n_seeds = values.shape[1]
         difference = values - values[:1]
         error = difference.std(axis=1, ddof=1) / math.sqrt(n_seeds) if n_seeds > 1 else np.zeros_like(difference[:, 0])
         summary[method] = {
-            "gains": GAINS,
+            "gains": gains,
             "lengths": [int(n) for n in lengths],
             "values_by_gain_seed_length": values.round(5).tolist(),
             "mean_difference_to_g1": difference.mean(axis=1).round(5).tolist(),
@@ -135,10 +139,10 @@ def summarise(out, kind, results):
         print(f"\n{method}: {measure} at g = 1, then the difference to it ± its standard error, {n_seeds} seeds")
         print(f"{'g':>4}" + "".join(f"{n:>18}" for n in lengths))
         print(f"{1:>4}" + "".join(f"{v:>18.3f}" for v in values[0].mean(axis=0)))
-        for g, d, e in list(zip(GAINS, difference.mean(axis=1), error, strict=True))[1:]:
+        for g, d, e in list(zip(gains, difference.mean(axis=1), error, strict=True))[1:]:
             print(f"{g:>4}" + "".join(f"{a:>+11.3f} ± {b:.3f}" for a, b in zip(d, e, strict=True)))
         for ax, column, where in ((axes[0], 0, "at the training length"), (axes[1], -1, "at 16 times the training length")):
-            x = np.array(GAINS) * (1 + 0.03 * list(METHODS).index(method))
+            x = np.array(gains) * (1 + 0.03 * methods.index(method))
             ax.errorbar(
                 x, difference.mean(axis=1)[:, column], error[:, column], color=colour, marker="o", capsize=3, label=method
             )
@@ -147,7 +151,7 @@ def summarise(out, kind, results):
     for ax in axes:
         ax.axhline(0, color="black", lw=0.8, ls=":")
         ax.set_xscale("log", base=2)
-        ax.set_xticks(GAINS, [f"{g:g}" for g in GAINS])
+        ax.set_xticks(gains, [f"{g:g}" for g in gains])
         ax.minorticks_off()
         ax.set_xlabel("gain g on the share of q.k under the floor")
         ax.grid(alpha=0.25)
@@ -164,14 +168,18 @@ def main(argv=None):
     parser = prepare_data.ArgumentParser(__doc__)
     parser.add_argument("--kind", choices=RECIPES, default="perplexity", help="what is measured")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--gains", type=int, nargs="+", default=[1, 2, 4, 8], help="of which the first is 1")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", default="runs_out/zero_gain", help="folder for the models, json files and figures")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         raise ValueError("--seeds must be at least 1")
+    if args.gains[0] != 1 or min(args.gains) < 1:
+        raise ValueError("--gains must start with 1, which the others are compared with, and be positive")
     out = Path(args.out)
     tokenizer = RECIPES[args.kind][0]
     prepare_data.main(["--source=sotu", f"--tokenizer={tokenizer}", "--out", str(out / "data" / tokenizer.replace(":", ""))])
-    keys = [(method, gain, seed) for seed in range(args.seeds) for method in METHODS for gain in GAINS]
+    keys = [(method, gain, seed) for seed in range(args.seeds) for method in args.methods for gain in args.gains]
     jobs = [(out, args.kind, *key) for key in keys]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         paths = []
