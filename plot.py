@@ -137,9 +137,12 @@ def figure_length(results, measure="perplexity"):
             ax.set_ylabel("passkeys retrieved (higher is better)")
             ax.set_title(f"Passkey retrieval ({note})\nsolid: whole key, dashed: share of its digits", fontsize=11)
         length_axis(ax, first[0]["train_len"], sorted({n for rs in results[kind].values() for r in rs for n in r["lengths"]}))
-        handles, labels = ax.get_legend_handles_labels()
-        unique = dict(zip(labels[::-1], handles[::-1], strict=True))
-        ax.legend([unique[label] for label in results[kind]], list(results[kind]), frameon=False)
+        if ax is axes[0, 0] or list(results[kind]) != list(
+            results[panels[0]]
+        ):  # one legend where all panels have the same lines
+            handles, labels = ax.get_legend_handles_labels()
+            unique = dict(zip(labels[::-1], handles[::-1], strict=True))
+            ax.legend([unique[label] for label in results[kind]], list(results[kind]), frameon=False)
     return fig
 
 
