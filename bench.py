@@ -6,14 +6,15 @@ What does each position embedding cost? Speed and memory of training and evaluat
     python bench.py --profile fope                                                   where the time of a training step goes
     python bench.py --show results/bench/h200.json --readme README.md                an earlier result as the README's table
 
-All embeddings take turns in one process, several rounds of it, each with a fresh model on random tokens. A ratio is taken
-within a round, since a machine's speed drifts; the table has medians over the rounds. "fope, rebuilt" makes its cosines and
-sines anew in every layer at every step, as the authors' code does. Memory: on a GPU what torch has allocated at most, on a
-CPU the peak resident size of a process that does nothing else. Model FLOPs: 6 N + 6 n_layer n_embd T a token in training,
-N parameters without the input table, the second term causal attention.
+All embeddings take turns in one process, one training step or one evaluation each, on random tokens, and many rounds of it. A
+ratio is taken within a round, since a machine's speed drifts; the table has medians over the rounds. "fope, rebuilt" makes its
+cosines and sines anew in every layer at every step, as the authors' code does. Memory is the peak of a process of its own: on
+a GPU what torch has allocated, on a CPU what is resident. Model FLOPs: 6 N + 6 n_layer n_embd T a token in training, N
+parameters without the input table, the second term causal attention.
 """
 
 import multiprocessing
+import re
 import resource
 import statistics
 import sys
@@ -24,29 +25,31 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import fope
 from eval_perplexity import provenance, window_loss
+from fope import POSITION_EMBEDDINGS, FoPE
 from model import GPT, SIZES, GPTConfig, autocast, join_processes, read_json, write_json
 from plot import put_into_readme
 from prepare_data import ArgumentParser, one_sentence_errors
 
 
-class RebuiltFoPE(fope.FoPE):
+class RebuiltFoPE(FoPE):
     @torch.no_grad()
     def tables(self, T):
         return self.make_tables(T)
 
 
-fope.POSITION_EMBEDDINGS["fope, rebuilt"] = RebuiltFoPE
+EMBEDDINGS = [*POSITION_EMBEDDINGS, "fope, rebuilt"]
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12}  # dense bf16, from the data sheets
-WARM_UP_STEPS = 3
 
 
 class Workload:
     """One embedding's model and what is timed with it: step() trains on one batch, evaluate() reads one long text."""
 
     def __init__(self, args, pos, device):
-        self.model = GPT(GPTConfig.preset(args.preset, pos=pos, train_len=args.train_len)).to(device)
+        self.model = GPT(GPTConfig.preset(args.preset, pos=pos.split(",")[0], train_len=args.train_len)).to(device)
+        if pos == "fope, rebuilt":
+            for block in self.model.blocks:
+                block.attn.pos.__class__ = RebuiltFoPE
         if args.compile:
             self.model.compile_parts()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -65,52 +68,41 @@ class Workload:
     def evaluate(self):
         window_loss(self.model, self.text, self.eval_len)
 
-    def rate(self, function, times, tokens):
-        """Tokens per second of function(), called `times` times; and the peak GPU memory in bytes, where there is one."""
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+    def rate(self, what):
+        """Tokens per second of one training step ("train") or one evaluation ("eval")."""
         start = time.perf_counter()
-        for _ in range(times):
-            function()
-        if cuda:
+        (self.step if what == "train" else self.evaluate)()
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        return times * tokens / seconds, torch.cuda.max_memory_allocated() if cuda else None
+        tokens = self.batch[:, 1:].numel() if what == "train" else self.eval_len
+        return tokens / (time.perf_counter() - start)
 
 
-def measure(args, pos, device):
-    """One embedding in one round: tokens/s and, on a GPU, bytes."""
+def peak_memory(job):
+    """The peak memory in bytes of one training step or one evaluation; to be called in a fresh process."""
+    args, pos, what, device = job
     work = Workload(args, pos, device)
-    for _ in range(WARM_UP_STEPS):
-        work.step()
-    train, train_bytes = work.rate(work.step, args.steps, work.batch[:, 1:].numel())
-    work.optimizer = None
-    work.evaluate()
-    evaluation, eval_bytes = work.rate(work.evaluate, 1, args.eval_len)
-    result = {"train": train, "eval": evaluation}
-    return result | ({"train_bytes": train_bytes, "eval_bytes": eval_bytes} if train_bytes else {})
-
-
-def peak_resident(job):
-    """The peak resident bytes of this process after one training step or one evaluation."""
-    args, pos, what = job
-    work = Workload(args, pos, torch.device("cpu"))
     if what == "eval":
         work.optimizer = None
-    getattr(work, {"train": "step", "eval": "evaluate"}[what])()
+    for _ in range(2):  # the optimizer's state comes with the first step
+        work.rate(what)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")  # where there is one: getrusage's peak begins with that of the parent process
+    if status.exists():
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def summarise(rounds):
-    """Medians over the rounds: of each embedding's numbers, and of their ratios to nope's and rope's in the same round."""
+def summarise(rounds, memory):
+    """Medians over the rounds: of each embedding's tokens/s, and of their ratios to nope's and rope's in the same round."""
     summary = {}
-    for pos, first in rounds[0].items():
-        summary[pos] = {key: statistics.median(r[pos][key] for r in rounds) for key in first}
-        for other in {"nope", "rope"} & rounds[0].keys():
-            ratios = {key: statistics.median(r[pos][key] / r[other][key] for r in rounds) for key in first}
-            summary[pos][f"to_{other}"] = ratios
+    for pos in rounds[0]["train"]:
+        rates = {what: [r[what] for r in rounds if what in r] for what in ("train", "eval")}
+        row = {what: statistics.median(rate[pos] for rate in rates[what]) for what in rates}
+        for other in {"nope", "rope"} & rounds[0]["train"].keys():
+            row[f"to_{other}"] = {what: statistics.median(rate[pos] / rate[other] for rate in rates[what]) for what in rates}
+        summary[pos] = {**row, "train_bytes": memory[pos, "train"], "eval_bytes": memory[pos, "eval"]}
     return summary
 
 
@@ -130,7 +122,7 @@ def table(result):
         cells = [pos]
         for what in ("train", "eval"):
             cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{name}'][what]:.2f}" for name in references)]
-            cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}" if f"{what}_bytes" in row else "-")
+            cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
             if mfu and what == "train":
                 cells.append(f"{100 * mfu[pos]:.0f} %")
         lines.append("| " + " | ".join(cells) + " |")
@@ -146,21 +138,21 @@ def show(result, readme):
 def main(argv=None):
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--pos", nargs="+", choices=fope.POSITION_EMBEDDINGS, default=list(fope.POSITION_EMBEDDINGS), help="which embeddings")
+    add("--pos", nargs="+", choices=EMBEDDINGS, default=EMBEDDINGS, help="which embeddings")
     add("--preset", choices=SIZES, default="tiny", help="size of the model")
     add("--train_len", type=int, default=512, help="tokens per training sequence")
     add("--batch_size", type=int, default=4, help="sequences per training step")
     add("--eval_len", type=int, default=8192, help="tokens of the text that is read at once")
-    add("--steps", type=int, default=3, help="timed training steps in a round")
-    add("--rounds", type=int, default=5, help="how often all take their turn")
+    add("--rounds", type=int, default=10, help="training steps of each")
+    add("--eval_rounds", type=int, default=3, help="evaluations of each")
     add("--compile", action="store_true", help="torch.compile the blocks and the loss, as train.py --compile does")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--out", help="the json file (default: results/bench/ with preset and device in its name)")
-    add("--profile", choices=fope.POSITION_EMBEDDINGS, metavar="POS", help="show torch's profile of a training step instead")
+    add("--profile", choices=EMBEDDINGS, metavar="POS", help="show torch's profile of a training step instead")
     add("--show", metavar="JSON", help="show an earlier result instead")
     add("--readme", help="put the table between this file's <!-- table bench --> lines")
     args = parser.parse_args(argv)
-    for name in ("train_len", "batch_size", "eval_len", "steps", "rounds"):
+    for name in ("train_len", "batch_size", "eval_len", "rounds", "eval_rounds"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1")
     if args.show:
@@ -173,25 +165,26 @@ def main(argv=None):
     torch._dynamo.config.recompile_limit = 1000  # all embeddings compile the same lines; past it torch falls back silently
     if args.profile:
         work = Workload(args, args.profile, device)
-        for _ in range(WARM_UP_STEPS):
-            work.step()
+        work.step(), work.step()  # the first compiles and fills caches
         with torch.profiler.profile() as profile:
-            work.rate(work.step, args.steps, 0)
+            work.rate("train")
         by_device = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by_device, row_limit=25, max_name_column_width=60))
         return
 
-    rounds = []
-    for _ in tqdm(range(args.rounds), desc="rounds"):
-        rounds.append({pos: measure(args, pos, device) for pos in tqdm(args.pos, leave=False)})
-    if device.type == "cpu":
-        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            for what in ("train", "eval"):
-                jobs = [(args, pos, what) for pos in args.pos]
-                for pos, resident in zip(args.pos, pool.imap(peak_resident, jobs, chunksize=1), strict=True):
-                    for r in rounds:
-                        r[pos][f"{what}_bytes"] = resident
-    summary = summarise(rounds)
+    jobs = [(args, pos, what, device) for what in ("train", "eval") for pos in args.pos]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        peaks = list(tqdm(pool.imap(peak_memory, jobs, chunksize=1), "memory", len(jobs)))
+    memory = {(pos, what): peak for (_, pos, what, _), peak in zip(jobs, peaks, strict=True)}
+
+    works = {pos: Workload(args, pos, device) for pos in args.pos}
+    rounds = [{} for _ in range(max(args.rounds, args.eval_rounds))]
+    for what, n in (("train", args.rounds), ("eval", args.eval_rounds)):
+        for work in works.values():
+            work.rate(what)  # the first time compiles and fills caches
+        for r in tqdm(rounds[:n], what):
+            r[what] = {pos: work.rate(what) for pos, work in works.items()}
+    summary = summarise(rounds, memory)
 
     config = GPTConfig.preset(args.preset)
     with torch.device("meta"):
