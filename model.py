@@ -148,6 +148,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.norm = RMSNorm(config.n_embd)
             self.head = nn.Linear(config.n_embd, padded_vocab, bias=False)
+            self.slice_loss = loss_and_gradient
             torch.manual_seed(config.seed)  # again: the weights must not depend on how much the embedding has drawn
             for name, module in self.named_modules():
                 if isinstance(module, nn.Linear | nn.Embedding) and ".pos." not in name:
@@ -168,14 +169,14 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, positions])[..., : self.config.vocab_size]
-        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction)
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction, self.slice_loss)
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def compile_parts(self):
         """torch.compile what takes the time, part by part: one graph of it all would hold the logits of all positions."""
         for block in self.blocks:
             block.compile()
-        SlicedCrossEntropy.loss_and_gradient = staticmethod(torch.compile(loss_and_gradient))
+        self.slice_loss = torch.compile(loss_and_gradient)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
@@ -256,27 +257,7 @@ def sum_over_processes(tensor):
 # -----------------------------------------------------------------------------
 # the loss
 
-
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
-
-
-def linear_cross_entropy(x, weight, targets, reduction="mean"):
-    """
-    Cross-entropy in nats of x (N, C) under the logits x weight^T: weight (V, C), targets (N,) -> its mean, a scalar, or with
-    reduction="none" (N,), fp32.
-
-    At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB, so they are made in slices of rows, each at most
-    LOGITS_PER_SLICE. What fits one slice is left to autograd.
-    """
-    rows = max(1, LOGITS_PER_SLICE // len(weight))
-    if torch.is_grad_enabled() and len(x) > rows and reduction == "mean":
-        return SlicedCrossEntropy.apply(x, weight, targets, rows)
-    losses = [
-        F.cross_entropy(F.linear(x[i : i + rows], weight).float(), targets[i : i + rows], reduction="none")
-        for i in range(0, len(x), rows)
-    ]
-    loss = torch.cat(losses)
-    return loss.mean() if reduction == "mean" else loss
 
 
 def loss_and_gradient(logits, targets):
@@ -288,16 +269,33 @@ def loss_and_gradient(logits, targets):
     return loss, gradient.scatter_add_(1, targets[:, None], -torch.ones_like(gradient[:, :1]))
 
 
+def linear_cross_entropy(x, weight, targets, reduction="mean", slice_loss=loss_and_gradient):
+    """
+    Cross-entropy in nats of x (N, C) under the logits x weight^T: weight (V, C), targets (N,) -> its mean, a scalar, or with
+    reduction="none" (N,), fp32.
+
+    At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB, so they are made in slices of rows, each at most
+    LOGITS_PER_SLICE. What fits one slice is left to autograd. slice_loss: loss_and_gradient, or its compiled form.
+    """
+    rows = max(1, LOGITS_PER_SLICE // len(weight))
+    if torch.is_grad_enabled() and len(x) > rows and reduction == "mean":
+        return SlicedCrossEntropy.apply(x, weight, targets, rows, slice_loss)
+    losses = [
+        F.cross_entropy(F.linear(x[i : i + rows], weight).float(), targets[i : i + rows], reduction="none")
+        for i in range(0, len(x), rows)
+    ]
+    loss = torch.cat(losses)
+    return loss.mean() if reduction == "mean" else loss
+
+
 class SlicedCrossEntropy(torch.autograd.Function):
     """
     The mean cross-entropy, whose gradients are made in the forward pass, while the logits of a slice are there: to make
     the logits again in the backward pass would be a seventh more work for the 60M model.
     """
 
-    loss_and_gradient = staticmethod(loss_and_gradient)  # or its compiled form
-
     @staticmethod
-    def forward(ctx, x, weight, targets, rows):
+    def forward(ctx, x, weight, targets, rows, slice_loss):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x_cast, weight_cast = x.to(dtype), weight.to(dtype)
@@ -305,7 +303,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         for i in range(0, len(x), rows):
             part = slice(i, i + rows)
             logits = F.linear(x_cast[part], weight_cast)
-            part_loss, gradient = SlicedCrossEntropy.loss_and_gradient(logits, targets[part])
+            part_loss, gradient = slice_loss(logits, targets[part])
             loss += part_loss
             grad_x[part] = gradient @ weight_cast
             grad_weight += gradient.T @ x_cast[part]
@@ -315,7 +313,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_loss / len(grad_x) * grad_x, grad_loss / len(grad_x) * grad_weight, None, None
+        return grad_loss / len(grad_x) * grad_x, grad_loss / len(grad_x) * grad_weight, None, None, None
 
 
 # -----------------------------------------------------------------------------

@@ -121,11 +121,7 @@ def parse_args(argv):
     # optimization
     add("--tokens", type=int, help="training tokens, rounded up to whole steps (default: 1M for tiny, else the paper's 10B)")
     add("--batch_size", type=int, help="sequences per optimizer step (default: 8 for tiny, else 1024)")
-    add(
-        "--grad_accum",
-        type=int,
-        help="parts of a step, to fit memory; torchrun's processes share them (default: 1 for tiny, else 16)",
-    )
+    add("--grad_accum", type=int, help="parts of a step, to fit memory; torchrun's processes share them (tiny: 1, else 16)")
     add("--lr", type=float, help="peak learning rate (default: 2e-3 for tiny, else 6e-4)")
     add("--warmup_steps", type=int, help="default: the paper's 10,000 at 10B tokens and more, else 5 %% of the steps")
     add("--weight_decay", type=float, default=0.1, help="on every parameter, as in the paper")
