@@ -284,10 +284,12 @@ def read_meta(folder):
         name = check_tokenizer_name(meta["tokenizer"])
         vocab_size = {"gpt2": 50257, "byte": 257}.get(name) or int(name[4:])
         ok = (meta["vocab_size"], meta["eot"]) == (vocab_size, vocab_size - 1)
-        ok &= isinstance(meta.get("tokenizer_sha256", ""), str)
+        sha256 = meta["tokenizer_sha256"] if name.startswith("bpe:") else "0" * 64
+        ok &= re.fullmatch("[0-9a-f]{64}", sha256) is not None
         for shard in meta["shards"]:
             ok &= all(isinstance(shard[key], kind) for key, kind in shard_fields.items())
             ok &= shard["name"] == Path(shard["name"]).name
+        ok &= len({shard["name"] for shard in meta["shards"]}) == len(meta["shards"])
         for split in ("train", "val"):
             ok &= meta[f"{split}_tokens"] == sum(s["tokens"] for s in meta["shards"] if s["split"] == split)
     except (KeyError, TypeError, ValueError) as e:

@@ -405,6 +405,18 @@ def test_damaged_data_is_refused_with_a_sentence(tmp_path, harm):
     refuses(lambda argv: TokenData(out, "train"), [], str(out))
 
 
+def test_a_meta_json_that_forgets_a_checksum_or_a_shard_is_refused(tmp_path):
+    flags = ["--tokenizer", "bpe:300", "--shard_tokens", "2000"]
+    out = prepare(tmp_path / "out", "--source", write_text(tmp_path / "t"), *flags)
+    good = (out / "meta.json").read_text()
+    for old, new in (("tokenizer_sha256", "tokenizer_sha257"), ("train_000001", "train_000000")):
+        (out / "meta.json").write_text(good.replace(old, new))
+        refuses(lambda argv: TokenData(out, "train"), [], "damaged")
+    (out / "meta.json").write_text(good)
+    change_meta(out, tokenizer_sha256="")
+    refuses(lambda argv: TokenData(out, "train"), [], "damaged")
+
+
 def test_damaged_tokenizer_is_refused_with_a_sentence(data_folder, tmp_path):
     lines = (data_folder / "tokenizer.tiktoken").read_bytes().splitlines(keepends=True)
     for content in (b"".join(lines[:-3]), b"x y z\n", b""):
