@@ -1,6 +1,5 @@
 """Killed at any moment, out of disk, fed with damaged files, run by several processes: nothing lost, nothing believed."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -11,8 +10,8 @@ import subprocess
 import sys
 import time
 
+import bad_disk
 import pytest
-import slow_disk
 import torch
 from conftest import ROOT, TRAIN_FLAGS, run_training, write_text
 from hypothesis import HealthCheck, given, settings
@@ -32,31 +31,25 @@ def server(monkeypatch):
     """Starts processes by forking one that has imported torch already, which saves a second for each."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["slow_disk"])
+    context.set_forkserver_preload(["bad_disk"])
     return context
 
 
-def run_and_kill(server, main, argv, kill_now):
-    """Start main(argv) in a process of its own and SIGKILL it as soon as kill_now(); whether it was still running then."""
-    process = server.Process(target=main, args=([str(a) for a in argv],))
+def run_and_kill(server, main, argv, kill):
+    """
+    Start main(argv) in a process of its own; whether it was killed before it was over.
+
+    kill: a function, to SIGKILL it from outside as soon as that returns true, or an integer, to let it die in that write.
+    """
+    argv = [str(a) for a in argv]
+    process = server.Process(target=main, args=(argv, kill) if isinstance(kill, int) else (argv,))
     process.start()
     give_up = time.time() + 120
-    while process.is_alive() and not kill_now() and time.time() < give_up:
+    while process.is_alive() and (isinstance(kill, int) or not kill()) and time.time() < give_up:
         time.sleep(0.0005)
     process.kill()
     process.join()
     return process.exitcode == -signal.SIGKILL
-
-
-def is_writing(folder):
-    """A question to be asked again and again: has a temporary file been begun since? A killed run may have left an old one."""
-    now = time.time_ns()
-
-    def begun(path):
-        with contextlib.suppress(FileNotFoundError):
-            return path.stat().st_mtime_ns > now
-
-    return lambda: any(begun(path) for path in folder.glob("*.tmp"))
 
 
 def untimed(folder):
@@ -64,20 +57,18 @@ def untimed(folder):
 
 
 def test_training_killed_20_times_ends_with_the_same_weights(server, data_folder, tmp_path):
-    """Killed while a checkpoint is being written, between steps, within one, and before the first."""
+    """Killed in a write, with half of the file written, and from outside: between steps, within one, before the first."""
     flags = ["--log_every=1", "--save_every=1", "--tokens=12800"]
     straight = run_training(data_folder, tmp_path / "straight", *flags)
-    out, rng, kills, mid_write = tmp_path / "killed", random.Random(0), 0, 0
+    out, rng = tmp_path / "killed", random.Random(0)
     argv = ["--data", data_folder, "--out", out, *TRAIN_FLAGS, "--eval_tokens=512", *flags]
-    while kills < 20:
+    for number in range(20):
         resume = ["--resume"] if (out / "checkpoint.pt").exists() else []
         n_lines = len(read_log(out)) + rng.choice([0, 1, 2])
         pause = rng.uniform(0, 0.03)
-        when = [is_writing(out), lambda n=n_lines, p=pause: len(read_log(out)) > n and not time.sleep(p)][kills % 2]
-        assert run_and_kill(server, slow_disk.run_train, [*argv, *resume], when), "it was over before it could be killed"
-        kills += 1
-        mid_write += (out / "checkpoint.pt.tmp").exists()
-    assert mid_write >= 5
+        kill = [1 + number // 2 % 3, lambda n=n_lines, p=pause: len(read_log(out)) > n and not time.sleep(p)][number % 2]
+        assert run_and_kill(server, bad_disk.run_train, [*argv, *resume], kill), "it was over before it could be killed"
+        assert number % 2 or list(out.glob("*.tmp")), "the half of a file is not there"
     step = weights(out)["step"]
     assert 5 < step < 100
     train.main([str(a) for a in [*argv, "--resume"]])
@@ -88,12 +79,12 @@ def test_preparing_killed_20_times_ends_with_the_same_shards(server, tmp_path):
     text = write_text(tmp_path / "text", n_documents=150)
     argv = ["--source", text, "--tokenizer", "bpe:300", "--val_frac", "0.2", "--shard_tokens", "1500", "--workers", "2"]
     prepare_data.main([str(a) for a in [*argv, "--out", tmp_path / "straight"]])
-    out, rng, kills = tmp_path / "killed", random.Random(0), 0
-    while kills < 20:
+    out, rng = tmp_path / "killed", random.Random(0)
+    for number in range(20):
         n_shards = len(list(out.glob("*.bin"))) + rng.choice([0, 0, 1])
-        when = [is_writing(out), lambda n=n_shards: len(list(out.glob("*.bin"))) > n][kills % 2]
-        assert run_and_kill(server, slow_disk.run_prepare_data, [*argv, "--out", out], when), "over before it could be killed"
-        kills += 1
+        kill = [1 + number // 2 % 3, lambda n=n_shards: len(list(out.glob("*.bin"))) > n][number % 2]
+        assert run_and_kill(server, bad_disk.run_prepare_data, [*argv, "--out", out], kill), "over before it could be killed"
+        assert number % 2 or list(out.glob("*.tmp")), "the half of a file is not there"
     assert not (out / "meta.json").exists()
     prepare_data.main([str(a) for a in [*argv, "--out", out]])
     content = [{p.name: p.read_bytes() for p in f.iterdir()} for f in (tmp_path / "straight", out)]
