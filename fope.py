@@ -317,7 +317,7 @@ class RoPEA(RoPE):
         self.freqs = torch.round(self.freqs / cycle) * cycle
 
 
-QUERIES_PER_BLOCK = 128
+QUERIES_PER_BLOCK = 64
 
 
 class LearnedBias(NoPE):
@@ -385,7 +385,7 @@ class FIRE(LearnedBias):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.mlp = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, self.n_head))
+        self.mlp = nn.Sequential(nn.Linear(1, 32), nn.ReLU(inplace=True), nn.Linear(32, self.n_head))
         self.c = nn.Parameter(torch.tensor(0.1))
         self.L_multiple = nn.Parameter(torch.tensor(1.0))
         self.register_buffer("L_start", torch.tensor(self.train_len / 4))
