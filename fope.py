@@ -330,9 +330,10 @@ class LearnedBias(NoPE):
     def attend(self, q, k, v):
         """
         The bias has no form that a fused kernel knows, so it is made for one block of queries at a time, and again in the
-        backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it.
+        backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it. The last block, which is the largest, comes
+        first, since a CPU's allocator can give its memory to the smaller ones, but not the other way round.
         """
-        starts = range(0, q.size(-2), QUERIES_PER_BLOCK)
+        starts = range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]
         if len(starts) == 1:
             return self.attend_block(q, k, v, 0)
         y = []
@@ -343,7 +344,7 @@ class LearnedBias(NoPE):
                 y.append(checkpoint(self.attend_block, *block, use_reentrant=False))
             else:
                 y.append(self.attend_block(*block))
-        return torch.cat(y, dim=-2)
+        return torch.cat(y[::-1], dim=-2)
 
     def attend_block(self, q, k, v, start):
         i = torch.arange(start, start + q.size(-2), device=q.device)
