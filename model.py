@@ -118,8 +118,9 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        x, gate = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * x)
+        # two products instead of one cut in two, whose gradient autograd would have to put together again
+        up, gate = (F.linear(x, weight) for weight in self.up.weight.chunk(2))
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
