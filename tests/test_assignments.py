@@ -96,7 +96,7 @@ MISTAKES = {  # what: (exercise, in which file, the right code, the mistake, a w
         "return nn.Parameter(nn.init.xavier_normal_(noise, gain=self.sigma))",
         "not trained",
     ),
-    "logits off by one": (5, "eval_passkey.py", "model(tokens[:, :-1], ", "model(tokens, ", "greedy decoding"),
+    "logits off by one": (5, "eval_passkey.py", "model(tokens[:, :-1], ", "model(tokens, ", "off by one"),
 }
 
 

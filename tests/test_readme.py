@@ -7,6 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+import bench
 import plot
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,7 +27,10 @@ def test_tables_are_those_of_the_committed_results():
     for name in names:
         files = sorted((ROOT / "results" / name).glob("*.json"))
         measure = "loss" if f"<!-- table {name} -->\n| loss" in README else "perplexity"
-        table = plot.markdown_table(plot.load_results(files), measure)
+        if name == "bench":
+            table = bench.table(plot.read_json(*files))
+        else:
+            table = plot.markdown_table(plot.load_results(files), measure)
         assert f"<!-- table {name} -->\n{table}\n<!-- end {name} -->" in README, f"run plot.py --readme for {name}"
 
 
