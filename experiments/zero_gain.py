@@ -2,7 +2,7 @@
 How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
 
     python experiments/zero_gain.py --kind perplexity                       about 60 minutes on 2 slow cores, 5 seeds
-    python experiments/zero_gain.py --kind passkey --gains 1 2 8            2 hours, 5 seeds
+    python experiments/zero_gain.py --kind passkey                          3 hours, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
 sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
@@ -14,7 +14,7 @@ padding is a gain g on that share, g = 1 or g = 2, and nothing forbids others. H
 
 Models and budgets are those of runs/demo.sh; every g starts from the same weights and reads the same data in the same
 order as g = 1 with that seed, so differences are paired. Look at: the difference to g = 1, with its standard error over
-the seeds, at 1x and at 16x.
+the seeds, at 1x and at 16x. Run again, it skips what is finished and continues what is not.
 """
 
 import contextlib
@@ -74,11 +74,11 @@ METHODS = {  # name: (embedding, keywords, colour)
     "FoPE, CF alone": ("gain_fope", ["sigma=0"], "#E69F00"),
     "RoPE": ("gain_rope", [], "#0072B2"),
 }
-MODEL = ["--preset=tiny", "--n_head=2", "--train_len=128", "--device=cpu"]
+MODEL = ["--preset=tiny", "--train_len=128", "--device=cpu"]
 RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its command, what to compare, with its unit)
     "perplexity": (
         "byte",
-        ["--tokens=819200", "--batch_size=8", "--lr=2e-3", "--eval_tokens=32768"],
+        ["--tokens=819200", "--batch_size=8", "--lr=2e-3", "--eval_tokens=32768", "--n_head=2"],
         ["--max_tokens=81921"],
         eval_perplexity.main,
         ("loss", "nats per byte"),
@@ -106,8 +106,10 @@ def train_and_evaluate(job):
         with open(run / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
             flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain}", *keywords]
-            if not (run / "checkpoint.pt").exists():
-                train.main([*data, *flags, "--out", str(run)])
+            if not (run / "finished").exists():
+                resume = ["--resume"] if (run / "checkpoint.pt").exists() else []
+                train.main([*data, *flags, "--out", str(run), *resume])
+                (run / "finished").touch()
             evaluate([str(run), *eval_flags, "--device=cpu", "--label", f"{method}, g = {gain}", "--out", str(result)])
     return result
 
