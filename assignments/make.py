@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from prepare_data import ArgumentParser, one_sentence_errors
 
-# Results are left out, and of this folder all but the students' pages.
+# Of the results the figures alone, of this folder the students' pages, and no tests of what is left out.
 HANDED_OUT = (
     "*.py",
     "*.md",
@@ -27,6 +27,8 @@ HANDED_OUT = (
     "*.txt",
     "LICENSE",
     "experiments/*.py",
+    "experiments/*.ipynb",
+    "results/*/*.png",
     "runs/*.sh",
     "tests/*.py",
     "assignments/[1-6].md",
@@ -58,7 +60,7 @@ def main(argv=None):
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         if file in texts:
             (out / file).write_text(texts[file], encoding="utf-8")
-        elif file != "tests/test_assignments.py":
+        elif file not in ("tests/test_assignments.py", "tests/test_readme.py"):
             shutil.copy(path, out / file)
     functions = sum(len(names) for _, by_file, _ in EXERCISES.values() for names in by_file.values())
     print(f"wrote {out}: {len(EXERCISES)} exercises, {functions} functions to write; start with {out}/assignments/1.md")

@@ -1,5 +1,8 @@
 """The course kit: the solution scores full marks, the starter none, and typical mistakes cost points where they belong."""
 
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -25,7 +28,8 @@ def test_starter_has_everything_but_the_functions(folders):
     starter, solution = folders / "starter", folders / "solution"
     text = (starter / "fope.py").read_text()
     for number, (_, functions, tests) in exercises.EXERCISES.items():
-        assert (starter / "assignments" / f"{number}.md").exists()
+        page = (starter / "assignments" / f"{number}.md").read_text()
+        assert all((starter / path).exists() for path in re.findall(r"\b(?:results|experiments|tests)/[\w./]+\w", page))
         assert sum(points for points, _ in tests.values()) == 10
         for file, names in functions.items():
             for name in names:
@@ -40,6 +44,24 @@ def test_starter_has_everything_but_the_functions(folders):
 @pytest.mark.parametrize("exercise", exercises.EXERCISES)
 def test_solution_scores_full_marks(folders, exercise):
     assert grade.grade(folders / "solution", exercise) == (10, 10, [])
+
+
+@pytest.mark.parametrize("number", exercises.EXERCISES)
+def test_check_of_each_page_passes_once_it_and_those_before_it_are_written(folders, tmp_path, number):
+    student = tmp_path / "student"
+    shutil.copytree(folders / "starter", student)
+    for _, functions, _ in list(exercises.EXERCISES.values())[:number]:
+        for file, names in functions.items():
+            text = (student / file).read_text()
+            for name in names:
+                text = exercises.replace(text, name, exercises.reference(file))
+            (student / file).write_text(text)
+    page = (student / "assignments" / f"{number}.md").read_text()
+    command = shlex.split(re.search(r"\*\*Check\.\*\* `python (.+?)`", page)[1])
+    run = subprocess.run(
+        [sys.executable, *command, "-q", "-p", "no:cacheprovider"], cwd=student, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
 
 
 def test_starter_scores_nothing(folders, capsys, tmp_path):

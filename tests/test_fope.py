@@ -15,6 +15,7 @@ from fope import (
     FoPE,
     NoPE,
     RoPE,
+    above_floor,
     alibi_slopes,
     apply_rotation,
     rope_freqs,
@@ -111,13 +112,6 @@ def test_rotation_is_computed_in_fp32_and_returned_in_the_dtype():
     assert half.dtype == torch.bfloat16
     exact = pos.rotate(q.bfloat16().float(), k.float())[0]
     assert torch.equal(half, exact.bfloat16())
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # autocast would round FoPE's products
-        assert torch.equal(make().make_tables(640)[0], make_tables_without_autocast(640)[0])
-
-
-def make_tables_without_autocast(T):
-    with torch.autocast("cpu", enabled=False):
-        return make().make_tables(T)
 
 
 # --- ALiBi
@@ -179,10 +173,21 @@ def test_fope_is_a_fourier_series_per_dimension(kwargs):
 
 @pytest.mark.parametrize("train_len", [16, 40, 128, 512, 4096])
 def test_floor_keeps_exactly_the_frequencies_that_complete_a_cycle(train_len):
-    pos = FoPE(head_dim=64, n_head=2, train_len=train_len, variant="paper")
-    expected = [w for w in rope_freqs(64).tolist() if w * train_len >= 2 * math.pi]
-    assert pos.freqs.tolist() == expected
-    assert pos.cos_coef.shape == (2, len(expected), len(expected))
+    freqs = rope_freqs(64)
+    expected = [w for w in freqs.tolist() if w * train_len >= 2 * math.pi]
+    assert above_floor(freqs, train_len).tolist() == expected
+    assert above_floor(freqs.flip(0), train_len).tolist() == expected[::-1]
+
+
+def test_every_dimension_above_the_floor_has_coefficients():
+    pos = FoPE(head_dim=64, n_head=2, train_len=512, variant="paper")
+    assert torch.equal(pos.freqs, above_floor(rope_freqs(64), 512)) and pos.cos_coef.shape == (2, 16, 16)
+
+
+def test_tables_are_made_in_full_precision_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = make().make_tables(640)
+    assert all(torch.equal(a, b) for a, b in zip(rounded, make().make_tables(640), strict=True))
 
 
 def test_released_variant_caps_the_outputs_and_strides_the_identity():
