@@ -24,7 +24,7 @@ case $size in
         tiny=(--preset tiny --train_len 128 --device cpu)
         train_perplexity=(--data "$out/data/bytes" "${tiny[@]}" --n_head 2 --batch_size 8 --lr 2e-3 --tokens 819200)
         train_passkey=(--data "$out/data/bpe" "${tiny[@]}" --passkey_frac 1 --batch_size 4 --lr 1e-3 --tokens 2560000)
-        train_perplexity+=(--eval_tokens 32768) train_passkey+=(--eval_tokens 4096)
+        train_perplexity+=(--eval_tokens 8192) train_passkey+=(--eval_tokens 4096)
         eval_perplexity=(--max_tokens 81921 --device cpu)
         eval_passkey=(--trials 200 --device cpu)
         above_the_floor=11 # of the 32 frequencies of a head_dim of 64, at a training length of 128

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and tests, on a CPU, without a network after the installation: 2 to 5 minutes on 2 slow cores.
+# Lint and tests, on a CPU, without a network after the installation: 5 to 8 minutes on 2 slow cores.
 #
 #   bash runs/test.sh              everything
 #   bash runs/test.sh -k rope      further words go to pytest
