@@ -28,13 +28,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--out", default=ROOT / "results" / "mechanism", type=Path, help="folder for figure and json")
 
+    def parse_args(self, *args):
+        args = super().parse_args(*args)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
+        except OSError as e:
+            self.error(f"--out {args.out} cannot be made a folder: {e.strerror}")
+        return args
+
     def error(self, message):
         sys.exit(f"error: {message} (see --help)")
 
 
 def save(fig, numbers, out, name):
     """Figure as png and svg, the numbers behind it as json."""
-    out.mkdir(parents=True, exist_ok=True)
     fig.savefig(out / f"{name}.png", dpi=160)
     with plt.rc_context({"svg.hashsalt": name}):
         fig.savefig(out / f"{name}.svg", metadata={"Date": None})

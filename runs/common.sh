@@ -1,5 +1,5 @@
-# Sourced by the experiment scripts, after they have set `out` and `size`: trains and measures models, one per core at once,
-# and skips what is finished.
+# Sourced by the experiment scripts, after they have set `out`, `size` and `seeds`: trains and measures models, one per
+# core at once, and skips what is finished.
 #
 #   model KIND NAME LABEL [flags of train.py]     train and evaluate; LABEL "" names it by its position embedding
 #   again KIND NAME LABEL RUN [flags]             evaluate the model of NAME `RUN` once more, with flags of the evaluation
@@ -11,6 +11,10 @@ if [ $# -gt 0 ]; then # the experiment scripts have no flags but --help
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"
     case "$1" in --help | -h) exit 0 ;; esac
     echo "error: unknown option $1" >&2
+    exit 1
+fi
+if ! [[ "$seeds" =~ ^[1-9]$ ]]; then
+    echo "error: the number of seeds must be 1 to 9, not $seeds" >&2
     exit 1
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

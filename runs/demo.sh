@@ -22,7 +22,6 @@ while [ $# -gt 0 ]; do
         *) echo "error: unknown option $1 (see bash runs/demo.sh --help)" >&2; exit 1 ;;
     esac
 done
-if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then echo "error: --seeds must be a number from 1 to 99, not $seeds" >&2; exit 1; fi
 if [ -z "$out" ]; then out=runs_out/demo; if [ $size = quick ]; then out=runs_out/demo_quick; fi; fi
 start=$SECONDS
 . "$(dirname "$0")/common.sh"
