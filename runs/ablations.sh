@@ -27,10 +27,10 @@ for ((seed = 0; seed < seeds; seed++)); do
     for factor in 2 4; do fope_with "D$factor" "FoPE, D = ${factor}K" "n_freq=$((factor * above_the_floor))"; done
 done
 wait_for_all
-draw ablation_halves {rope,fope,fope_cf,fope_fs}_s[0-9]_perplexity
-draw ablation_sigma fope_{cf,sigma0.[1245]}_s[0-9]_perplexity fope_s[0-9]_perplexity
-draw ablation_variant {fope,fope_cf,fope_paper0,fope_paper0.[13]}_s[0-9]_perplexity
-draw ablation_D fope{,_D2,_D4}_s[0-9]_perplexity
+draw ablation_halves {rope,fope,fope_cf,fope_fs}_s[0-9]*_perplexity
+draw ablation_sigma fope_{cf,sigma0.[1245]}_s[0-9]*_perplexity fope_s[0-9]*_perplexity
+draw ablation_variant {fope,fope_cf,fope_paper0,fope_paper0.[13]}_s[0-9]*_perplexity
+draw ablation_D fope{,_D2,_D4}_s[0-9]*_perplexity
 
 if [ "$size" = tiny ]; then # layers, heads, width; the plain runs above are 4 layers of 2 heads of 64
     for ((seed = 0; seed < seeds; seed++)); do
@@ -44,5 +44,5 @@ if [ "$size" = tiny ]; then # layers, heads, width; the plain runs above are 4 l
         done
     done
     wait_for_all
-    draw ablation_shape {rope,fope}{,_4x32,_1x128,_2layers,_7layers}_s[0-9]_perplexity
+    draw ablation_shape {rope,fope}{,_4x32,_1x128,_2layers,_7layers}_s[0-9]*_perplexity
 fi

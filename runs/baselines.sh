@@ -19,4 +19,4 @@ for ((seed = 0; seed < seeds; seed++)); do
     done
 done
 wait_for_all
-draw baselines {nope,alibi,rope,fope,kerple,fire,rope_a}_s[0-9]_{perplexity,passkey}
+draw baselines {nope,alibi,rope,fope,kerple,fire,rope_a}_s[0-9]*_{perplexity,passkey}

@@ -13,8 +13,8 @@ if [ $# -gt 0 ]; then # the experiment scripts have no flags but --help
     echo "error: unknown option $1" >&2
     exit 1
 fi
-if ! [[ "$seeds" =~ ^[1-9]$ ]]; then
-    echo "error: the number of seeds must be 1 to 9, not $seeds" >&2
+if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then
+    echo "error: the number of seeds must be 1 to 99, not $seeds" >&2
     exit 1
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

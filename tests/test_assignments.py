@@ -65,10 +65,10 @@ def test_check_of_each_page_passes_once_it_and_those_before_it_are_written(folde
 
 
 def test_starter_scores_nothing(folders, capsys, tmp_path):
-    grade.main([str(folders / "starter"), "--exercise", "1", "6", "--json", str(tmp_path / "scores.json")])
+    grade.main([str(folders / "starter"), "--exercise", "1", "5", "6", "--json", str(tmp_path / "scores.json")])
     printed = capsys.readouterr().out
-    assert printed.count("not written yet") == 2 and "6. An embedding of your own: 0 of 10" in printed
-    assert "together: 0 of 20" in printed and '"points": 0' in (tmp_path / "scores.json").read_text()
+    assert printed.count("not written yet") == 3 and "6. An embedding of your own: 0 of 10" in printed
+    assert "together: 0 of 30" in printed and '"points": 0' in (tmp_path / "scores.json").read_text()
 
 
 MISTAKES = {  # what: (exercise, in which file, the right code, the mistake, a word of what the student is told)

@@ -179,9 +179,12 @@ def test_floor_keeps_exactly_the_frequencies_that_complete_a_cycle(train_len):
     assert above_floor(freqs.flip(0), train_len).tolist() == expected[::-1]
 
 
-def test_every_dimension_above_the_floor_has_coefficients():
-    pos = FoPE(head_dim=64, n_head=2, train_len=512, variant="paper")
-    assert torch.equal(pos.freqs, above_floor(rope_freqs(64), 512)) and pos.cos_coef.shape == (2, 16, 16)
+@pytest.mark.parametrize("train_len", [16, 40, 128, 512, 4096])
+def test_every_dimension_above_the_floor_has_coefficients(train_len):
+    pos = FoPE(head_dim=64, n_head=2, train_len=train_len, variant="paper")
+    expected = [w for w in rope_freqs(64).tolist() if w * train_len >= 2 * math.pi]
+    assert pos.freqs.tolist() == expected
+    assert pos.cos_coef.shape == (2, len(expected), len(expected))
 
 
 def test_tables_are_made_in_full_precision_under_autocast():

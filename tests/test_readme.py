@@ -9,6 +9,7 @@ from conftest import ROOT
 
 import bench
 import plot
+from model import read_json
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,10 +28,7 @@ def test_tables_are_those_of_the_committed_results():
     for name in names:
         files = sorted((ROOT / "results" / name).glob("*.json"))
         measure = "loss" if f"<!-- table {name} -->\n| loss" in README else "perplexity"
-        if name == "bench":
-            table = bench.table(plot.read_json(*files))
-        else:
-            table = plot.markdown_table(plot.load_results(files), measure)
+        table = bench.table(read_json(*files)) if name == "bench" else plot.markdown_table(plot.load_results(files), measure)
         assert f"<!-- table {name} -->\n{table}\n<!-- end {name} -->" in README, f"run plot.py --readme for {name}"
 
 
