@@ -263,8 +263,7 @@ LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 
 def loss_and_gradient(logits, targets):
     """The summed cross-entropy of logits (N, V), and its gradient, softmax minus one-hot, in their dtype."""
-    log_probs = logits.float()
-    log_probs = log_probs - log_probs.logsumexp(dim=1, keepdim=True)
+    log_probs = F.log_softmax(logits, dim=1, dtype=torch.float32)
     loss = -log_probs.gather(1, targets[:, None]).sum()
     gradient = log_probs.exp_().to(logits.dtype)
     return loss, gradient.scatter_add_(1, targets[:, None], -torch.ones_like(gradient[:, :1]))
@@ -276,10 +275,10 @@ def linear_cross_entropy(x, weight, targets, reduction="mean", slice_loss=loss_a
     reduction="none" (N,), fp32.
 
     At T = 8192 and 50k tokens the logits of one sequence are 1.6 GB, so they are made in slices of rows, each at most
-    LOGITS_PER_SLICE. What fits one slice is left to autograd. slice_loss: loss_and_gradient, or its compiled form.
+    LOGITS_PER_SLICE. slice_loss: loss_and_gradient, or its compiled form.
     """
     rows = max(1, LOGITS_PER_SLICE // len(weight))
-    if torch.is_grad_enabled() and len(x) > rows and reduction == "mean":
+    if torch.is_grad_enabled() and reduction == "mean":
         return SlicedCrossEntropy.apply(x, weight, targets, rows, slice_loss)
     losses = [
         F.cross_entropy(F.linear(x[i : i + rows], weight).float(), targets[i : i + rows], reduction="none")
