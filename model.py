@@ -265,8 +265,9 @@ def loss_and_gradient(logits, targets):
     """The summed cross-entropy of logits (N, V), and its gradient, softmax minus one-hot, in their dtype."""
     log_probs = F.log_softmax(logits, dim=1, dtype=torch.float32)
     loss = -log_probs.gather(1, targets[:, None]).sum()
-    gradient = log_probs.exp_().to(logits.dtype)
-    return loss, gradient.scatter_add_(1, targets[:, None], -torch.ones_like(gradient[:, :1]))
+    # minus one while it is fp32: bf16 would round a probability of 0.999 to 1, and the difference to 0
+    gradient = log_probs.exp_().scatter_add_(1, targets[:, None], -torch.ones_like(log_probs[:, :1]))
+    return loss, gradient.to(logits.dtype)
 
 
 def linear_cross_entropy(x, weight, targets, reduction="mean", slice_loss=loss_and_gradient):
@@ -342,7 +343,7 @@ def write_atomically(path, write):
 def write_json(path, content):
     """Indented, but with each innermost list on one line."""
     text = json.dumps(content, indent=1) + "\n"
-    text = re.sub(r"\[\n([^\[\]{}]*?)\n *\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    text = re.sub(r"\[\n([^\[\]{}]*?)\n *\]", lambda m: "[" + re.sub(r"\n *", " ", m[1]).strip() + "]", text)
     write_atomically(Path(path), lambda f: f.write(text.encode()))
 
 
@@ -350,7 +351,7 @@ def read_json(path):
     """A json object from a file. Raises ValueError or OSError with one sentence."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no file {path}") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged: it is not JSON ({e})") from None
@@ -380,8 +381,6 @@ def load_checkpoint(folder, device="cpu"):
     Raises OSError or ValueError, each with one sentence, for a folder that is no checkpoint or is damaged.
     """
     folder = Path(folder)
-    if folder.is_file():
-        folder = folder.parent
     about = read_json(folder / "config.json")
     path = folder / "checkpoint.pt"
     if not path.exists():

@@ -1,6 +1,7 @@
 """The GPT and its checkpoints."""
 
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -13,7 +14,7 @@ from conftest import ROOT
 
 import model as model_file
 from fope import POSITION_EMBEDDINGS, RoPE
-from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, save_checkpoint, with_pos
+from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, loss_and_gradient, save_checkpoint, with_pos
 
 
 def small(pos="fope", **kwargs):
@@ -61,7 +62,7 @@ def test_loss_is_cross_entropy_of_the_logits(pos_name):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
-    """In fp32 to 1e-5; under autocast within bf16's rounding of the fp32 result, and not further than plain autograd's."""
+    """In fp32 to 1e-5; under autocast within bf16's rounding of plain autograd's."""
     x, w, targets = torch.randn(100, 8), torch.randn(64, 8), tokens(1, 100)[0]
 
     def run(loss):
@@ -80,6 +81,24 @@ def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
         each = F.cross_entropy(F.linear(x, w), targets, reduction="none")
         torch.testing.assert_close(linear_cross_entropy(x, w, targets, "none"), each)
         torch.testing.assert_close(linear_cross_entropy(x, w, targets), each.mean())
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.999, 0.9999])
+def test_gradient_in_bf16_of_a_token_that_the_model_is_sure_of(p):
+    """bf16 knows no number between 0.996 and 1, so the gradient p - 1 has to be made before it is rounded."""
+    logits = torch.zeros(1, 64)
+    logits[0, 5] = math.log(63 * p / (1 - p))
+    logits = logits.bfloat16()
+    _, gradient = loss_and_gradient(logits, torch.tensor([5]))
+    exact = logits.double().softmax(dim=1) - F.one_hot(torch.tensor([5]), 64)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=0)
+
+
+def test_json_is_read_back_as_it_was(tmp_path):
+    content = {"names": ["two  blanks", " [x] ", "a\nb"], "rows": [[1, 2], []], "nothing": None}
+    model_file.write_json(tmp_path / "x.json", content)
+    assert model_file.read_json(tmp_path / "x.json") == content
 
 
 def test_logits_of_some_positions():
