@@ -123,7 +123,11 @@ def parse_args(argv):
     add("--batch_size", type=int, help="sequences per optimizer step (default: 8 for tiny, else 1024)")
     add("--grad_accum", type=int, help="parts of a step, to fit memory; torchrun's processes share them (tiny: 1, else 16)")
     add("--lr", type=float, help="peak learning rate (default: 2e-3 for tiny, else 6e-4)")
-    add("--warmup_steps", type=int, help="default: the paper's 10,000 at 10B tokens and more, else 5 %% of the steps")
+    add(
+        "--warmup_steps",
+        type=int,
+        help="default: 5 %% of the steps; from 10B tokens on the paper's 10,000, or half of the steps",
+    )
     add("--weight_decay", type=float, default=0.1, help="on every parameter, as in the paper")
     add("--seed", type=int, default=0, help="of the weights and of the data order")
     # run
@@ -176,7 +180,8 @@ def new_model(args, data):
     old, about, _ = load_run(args.init_from, "cpu")
     if about["tokenizer"] != data.tokenizer_id():
         raise ValueError(f"{args.init_from} has the tokenizer {about['tokenizer']}, {args.data} has {data.tokenizer_id()}")
-    pos_args = old.config.pos_args if args.pos == old.config.pos else {}
+    same = args.pos == old.config.pos
+    pos_args = old.config.pos_args if same else GPTConfig.preset(args.preset, pos=args.pos).pos_args
     model, what = with_pos(old, pos_args=pos_args | parse_pos_args(args, old.config), **settings)
     print(what)
     return model
@@ -208,11 +213,11 @@ def main(argv=None):
     tokens_per_step = args.batch_size * args.train_len
     n_steps = math.ceil(args.tokens / tokens_per_step)
     if args.warmup_steps is None:
-        args.warmup_steps = 10_000 if args.tokens >= 10_000_000_000 else max(1, n_steps // 20)
+        args.warmup_steps = min(10_000, n_steps // 2) if args.tokens >= 10_000_000_000 else max(1, n_steps // 20)
     eval_every = args.eval_every or max(1, n_steps // 10)
 
     # what defines the run: a resumed run must not differ in it
-    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic")
+    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic", "grad_accum", "compile")
     training = {k: v for k, v in vars(args).items() if k not in may_differ}
     about = {"data": args.data, "tokenizer": data.tokenizer_id(), "training": training}
 
@@ -315,9 +320,9 @@ def main(argv=None):
         if step % args.save_every == 0 and step < n_steps:
             save()
     bar.close()
-    for s, handler in previous_handlers.items():
-        signal.signal(s, handler)
     save()
+    for s, handler in previous_handlers.items():  # only now: a second Ctrl-C must not cost what the first one saves
+        signal.signal(s, handler)
     if step < n_steps:
         print(f"stopped at step {step:,} of {n_steps:,} and saved; the same command with --resume continues")
         if stop_signal is not None:

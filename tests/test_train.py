@@ -158,6 +158,17 @@ def test_a_signal_finishes_the_step_and_saves(data_folder, tmp_path, number):
     assert step >= 3 and f"stopped at step {step:,}" in output and "--resume" in output
 
 
+def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
+    def save(*args, real=train.save_checkpoint, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    with pytest.raises(SystemExit, match="130"):
+        run_training(data_folder, tmp_path, "--stop_at", "2")
+    assert weights(tmp_path)["step"] == 2
+
+
 def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data_folder, tmp_path, monkeypatch):
     real, calls = train.GPT.forward, []
 
@@ -275,6 +286,14 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, expect
     assert about["training"]["init_from"] == str(first) and about["training"]["preset"] == "tiny"
     start = log(first)[-1]["val_loss"]
     assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5  # it did start from trained weights
+
+
+def test_continual_pretraining_with_fope_has_the_presets_sigma(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(model.FOPE_SIGMA, "tiny", 0.4)
+    flags = ["--data", data_folder, "--tokens=128", "--batch_size=4", "--eval_tokens=512"]
+    rope = run_training(data_folder, tmp_path / "rope", "--pos=rope", "--stop_at=1")
+    train.main([str(a) for a in (*flags, "--init_from", rope, "--pos=fope", "--out", tmp_path / "fope")])
+    assert load_checkpoint(tmp_path / "fope")[0].config.pos_args == {"sigma": 0.4}
 
 
 def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
