@@ -236,12 +236,13 @@ class FoPE(RoPE):
         # YaRN scales the frequencies of a trained model: which ones that model kept is a matter of its own training length
         kept = above_floor(self.freqs, self.original_len) if floor else self.freqs
         D = len(kept) if n_freq is None else n_freq
-        if len(kept) == 0:
-            raise ValueError(f"train_len {self.train_len} leaves FoPE no frequency above 2 pi / train_len; use at least 7")
         if len(kept) > D:
             raise ValueError(f"n_freq is {D}, but {len(kept)} frequencies lie above 2 pi / train_len and need a place")
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
         K = min(len(kept), self.head_dim // 4) if variant == "released" and floor else len(kept)
+        if K == 0:
+            small = f"head_dim {self.head_dim} and train_len {self.train_len}"
+            raise ValueError(f"FoPE has nothing to turn with {small}; they must be at least 4 and 7")
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))
         self.register_buffer("cos_coef", self.identity(D, K) + self.draw_noise(D, K))
@@ -329,7 +330,7 @@ class LearnedBias(NoPE):
 
     def attend(self, q, k, v):
         """
-        The bias has no form that a fused kernel knows, so it is made for one block of queries at a time, and again in the
+        No fused kernel makes such a bias by itself, so it is made for one block of queries at a time, and again in the
         backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it. The last block, which is the largest, comes
         first, since a CPU's allocator can give its memory to the smaller ones, but not the other way round.
         """
@@ -351,7 +352,7 @@ class LearnedBias(NoPE):
         j = torch.arange(k.size(-2), device=q.device)
         with torch.autocast(q.device.type, enabled=False):
             bias = self.bias(i, j).masked_fill(j > i[:, None], -torch.inf).to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])  # the fused CPU kernel wants 4 dimensions
 
     def scores(self, q, k):
         t = torch.arange(q.size(-2), device=q.device)
