@@ -17,6 +17,10 @@ if ! [[ "$seeds" =~ ^[1-9][0-9]?$ ]]; then
     echo "error: the number of seeds must be 1 to 99, not $seeds" >&2
     exit 1
 fi
+if [ -n "${TOKENS:-}" ] && ! [[ "$size $TOKENS" =~ ^[0-9]+M\ [1-9][0-9]*$ ]]; then
+    echo "error: TOKENS must be a whole number and goes with SIZE=20M or 60M, not $TOKENS with SIZE=$size" >&2
+    exit 1
+fi
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # In tiny, two models per embedding. On text, single bytes: what comes next depends most on what is how far away, and the
@@ -60,11 +64,12 @@ case $size in
 esac
 
 mkdir -p "$out/results" "$out/logs"
-if [ "$(cat "$out/size" 2>/dev/null || echo "$size")" != "$size" ]; then
-    echo "error: $out holds a $(cat "$out/size") run, not a $size one; choose another folder" >&2
+run="$size${TOKENS:+, $TOKENS tokens}"
+if [ "$(cat "$out/size" 2>/dev/null || echo "$run")" != "$run" ]; then
+    echo "error: $out holds a run of ($(cat "$out/size")), not of ($run); choose another folder" >&2
     exit 1
 fi
-echo "$size" >"$out/size"
+echo "$run" >"$out/size"
 
 prepare_data() {
     if [ ${#train_passkey[@]} = 0 ]; then
