@@ -245,7 +245,7 @@ def main(argv=None):
             starts = np.cumsum([0] + [len(b) for b in bins[:-1]])
             by_position.update(start=starts.tolist(), loss=[round(float(b.mean()), 5) for b in bins])
         loss = float(losses.mean())
-        return {"loss": loss, "perplexity": math.exp(loss), "tokens": len(tokens) // length * length}
+        return {"loss": loss, "perplexity": math.exp(loss), "tokens": n_scored // length * length}
 
     curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in read_log(args.checkpoint)]
     more = {"data": str(data.folder), "step": state["step"], "curve": curve}

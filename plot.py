@@ -76,6 +76,11 @@ def unit_of(results):
     return "byte" if results[0].get("tokenizer") == "byte" else "token"
 
 
+def part_of_key(results):
+    """What a token of a passkey is: our own tokenizers split numbers into digits, GPT-2's and others do not."""
+    return "digits" if results[0].get("tokenizer", "").startswith(("byte", "bpe")) else "tokens"
+
+
 def styles(labels):
     """{label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones for everything else."""
     fixed = {name: {"color": colour, "marker": marker} for name, colour, marker in STYLES.values()}
@@ -135,11 +140,11 @@ def figure_length(results, measure="perplexity"):
             draw_lines(ax, results[kind], "token_accuracy", style, band=False, ls="--", lw=0.9, alpha=0.6)
             ax.set_ylim(-0.03, 1.03)
             ax.set_ylabel("passkeys retrieved (higher is better)")
-            ax.set_title(f"Passkey retrieval ({note})\nsolid: whole key, dashed: share of its digits", fontsize=11)
+            lines = f"solid: whole key, dashed: share of its {part_of_key(first)}"
+            ax.set_title(f"Passkey retrieval ({note})\n{lines}", fontsize=11)
         length_axis(ax, first[0]["train_len"], sorted({n for rs in results[kind].values() for r in rs for n in r["lengths"]}))
-        if ax is axes[0, 0] or list(results[kind]) != list(
-            results[panels[0]]
-        ):  # one legend where all panels have the same lines
+        # one legend where all panels have the same lines
+        if ax is axes[0, 0] or list(results[kind]) != list(results[panels[0]]):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             ax.legend([unique[label] for label in results[kind]], list(results[kind]), frameon=False)
@@ -199,13 +204,14 @@ def markdown_table(results, measure="perplexity"):
     lines = []
     rows = {
         "perplexity": [("loss in nats per {unit}" if measure == "loss" else "perplexity per {unit}", measure, 1, 2)],
-        "passkey": [("whole passkeys, %", "accuracy", 100, 0), ("passkey digits, %", "token_accuracy", 100, 0)],
+        "passkey": [("whole passkeys, %", "accuracy", 100, 0), ("passkey {part}, %", "token_accuracy", 100, 0)],
     }
     for kind, by_label in results.items():
         for title, name, factor, digits in rows[kind] if by_label else []:
-            title = title.format(unit=unit_of(next(iter(by_label.values()))))
+            first = next(iter(by_label.values()))
+            title = title.format(unit=unit_of(first), part=part_of_key(first))
             lengths = seed_stats([r for rs in by_label.values() for r in rs], name)[0]
-            train_len = next(iter(by_label.values()))[0]["train_len"]
+            train_len = first[0]["train_len"]
             lines += ["| " + " | ".join([title, "seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]) + " |"]
             lines += ["|---|--:|" + "--:|" * len(lengths)]
             for label, rs in by_label.items():

@@ -60,7 +60,7 @@ def one_sentence_errors(main):
         except (ValueError, OSError) as e:
             sys.exit(f"error: {e}")
         except (MemoryError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and "memory" not in str(e):
+            if isinstance(e, RuntimeError) and not re.search("out of memory|allocate memory|not enough memory", str(e)):
                 raise
             sys.exit("error: out of memory; a larger --grad_accum, a smaller model or shorter lengths need less")
         except KeyboardInterrupt:

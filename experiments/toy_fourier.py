@@ -96,7 +96,7 @@ def main(argv=None):
         tidy(ax, "", f"score, {part}", "")
     axes[0].set_title(
         f"An MLP mixes two tones. A random series per dimension (sigma 0.3)\n"
-        f"is closer to the result than RoPE in {100 * won:.0f} % of {numbers['seeds']} draws",
+        f"is closer to the result than RoPE in {100 * won:.1f} % of {numbers['seeds']} draws",
         fontsize=10,
     )
     axes[0].legend(frameon=False, fontsize=9, ncols=3)
