@@ -80,7 +80,7 @@ def main(argv=None):
             "closer_than_rope": round(float(closer), 3),
         }
         parts = ", ".join(f"{m:.2f}" for m in e.mean(axis=0))
-        print(f"{name:>16}: relative error of dimension 1, 2 and the sum {parts}; closer than RoPE in {100 * closer:.0f} %")
+        print(f"{name:>16}: relative error of dimension 1, 2 and the sum {parts}; closer than RoPE in {100 * closer:.1f} %")
 
     seed = int(np.argsort(errors["RoPE"][:, 2])[len(errors["RoPE"]) // 2])  # a typical one for RoPE
     rng = np.random.default_rng(seed)
