@@ -228,7 +228,9 @@ def join_processes(device):
     """
     n_processes = int(os.environ.get("WORLD_SIZE", 1))
     if n_processes > 1 and device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device must be cpu or cuda, not {device}")
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as e:

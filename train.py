@@ -158,15 +158,14 @@ def parse_args(argv):
             setattr(args, name, value)
     counts = ("n_layer", "n_head", "n_embd", "train_len", "tokens", "batch_size", "grad_accum", "stop_at")
     for name in (*counts, "save_every", "eval_every", "eval_tokens", "log_every"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
-    for name, low, high in (("passkey_frac", 0, 1), ("lr", 0, math.inf), ("weight_decay", 0, math.inf)):
+        most = 10**6 if name in ("n_layer", "n_head", "n_embd") else 10**15
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) <= most:
+            raise ValueError(f"--{name} must be at least 1 and at most {most:,}")
+    for name, low, high in (("passkey_frac", 0, 1), ("lr", 0, 1000), ("weight_decay", 0, 1000), ("seed", 0, 2**63 - 1)):
         if not low <= getattr(args, name) <= high:
             raise ValueError(f"--{name} must be between {low} and {high}")
     if args.batch_size % args.grad_accum:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by --grad_accum {args.grad_accum}")
-    if args.seed < 0:
-        raise ValueError("--seed must be at least 0")
     return args
 
 
@@ -203,7 +202,10 @@ def main(argv=None):
     val_data = TokenData(args.data, "val")
     val_tokens = val_data.read(0, min(len(val_data), args.eval_tokens + 1))
     if len(val_tokens) <= args.train_len:
-        raise ValueError(f"{args.data} has {len(val_data):,} validation tokens, too few for --train_len {args.train_len:,}")
+        raise ValueError(
+            f"--train_len {args.train_len:,} needs more than {len(val_tokens):,} validation tokens; {args.data} has "
+            f"{len(val_data):,} and --eval_tokens is {args.eval_tokens:,}"
+        )
     task = PasskeyTask(data.tokenizer()) if args.passkey_frac else None
     batches = Batches(data, args.train_len, args.batch_size, args.seed, args.passkey_frac, task)
     if task:
@@ -214,12 +216,14 @@ def main(argv=None):
     n_steps = math.ceil(args.tokens / tokens_per_step)
     if args.warmup_steps is None:
         args.warmup_steps = min(10_000, n_steps // 2) if args.tokens >= 10_000_000_000 else max(1, n_steps // 20)
+    if not 0 <= args.warmup_steps < max(n_steps, 2):
+        raise ValueError(f"--warmup_steps {args.warmup_steps:,} must be fewer than the {n_steps:,} steps of the run")
     eval_every = args.eval_every or max(1, n_steps // 10)
 
     # what defines the run: a resumed run must not differ in it
     may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic", "grad_accum", "compile")
     training = {k: v for k, v in vars(args).items() if k not in may_differ}
-    about = {"data": args.data, "tokenizer": data.tokenizer_id(), "training": training}
+    about = {"data": args.data, "n_windows": batches.n_windows, "tokenizer": data.tokenizer_id(), "training": training}
 
     # model and optimizer
     if args.resume:
@@ -229,6 +233,8 @@ def main(argv=None):
                 raise ValueError(f"{out} was started with --{name} {saved['training'].get(name)}, not {value}: cannot resume")
         if saved["tokenizer"] != about["tokenizer"]:
             raise ValueError(f"{out} was started with the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")
+        if saved.get("n_windows", batches.n_windows) != batches.n_windows:
+            raise ValueError(f"{args.data} has other data than {out} was started with: {batches.n_windows:,} windows")
     elif (out / "checkpoint.pt").exists():
         raise ValueError(f"{out} already holds a run; continue it with --resume or choose another --out")
     else:
@@ -264,6 +270,8 @@ def main(argv=None):
             shutil.copy(tokenizer_path, out)  # so that the checkpoint can be evaluated without its data
 
     def save():
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ValueError(f"the weights of step {step:,} are no longer finite and are not saved; try a smaller --lr")
         if rank == 0:
             save_checkpoint(out, model, about, optimizer=optimizer.state_dict(), step=step)
 
@@ -300,7 +308,7 @@ def main(argv=None):
         loss, stop = agreed.tolist()
         if not math.isfinite(loss):
             bar.close()
-            raise ValueError(f"the loss of step {step + 1} is {loss}; a checkpoint in {out} is from before it")
+            raise ValueError(f"the loss of step {step + 1:,} is {loss}; a checkpoint in {out}, if there is one, is from before")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,6 +1,7 @@
 """The training loop: data order, schedule, resume, stop."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TRAIN_FLAGS, refuses, run_training
+from conftest import ROOT, TRAIN_FLAGS, refuses, run_training, write_text
 
 import model
+import prepare_data
 import train
 from eval_passkey import PasskeyTask
 from model import load_checkpoint
@@ -184,6 +186,27 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(data_folder, t
     assert state["step"] == 5 and all(torch.isfinite(w).all() for w in state["model"].values())
 
 
+def test_weights_that_are_not_finite_are_not_saved(data_folder, tmp_path, monkeypatch):
+    run_training(data_folder, tmp_path, "--stop_at", "2")
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(train, "learning_rate", lambda *args: math.inf)
+    argv = ["--data", data_folder, "--out", tmp_path, *TRAIN_FLAGS, "--eval_tokens=512", "--resume", "--stop_at=3"]
+    refuses(train.main, argv, "the weights of step 3 are no longer finite")
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_resume_on_other_data_is_refused(tmp_path):
+    flags = ["--tokenizer", "byte", "--val_frac", "0.2", "--out", str(tmp_path / "data")]
+    for n_documents in (40, 20):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        text = write_text(tmp_path / f"text{n_documents}", n_documents)
+        prepare_data.main(["--source", str(text), *flags])
+        if n_documents == 40:
+            run_training(tmp_path / "data", tmp_path / "run", "--stop_at", "2")
+    argv = ["--data", tmp_path / "data", "--out", tmp_path / "run", *TRAIN_FLAGS, "--eval_tokens=512", "--resume"]
+    refuses(train.main, argv, "other data than")
+
+
 def test_a_crash_while_saving_leaves_the_old_checkpoint(data_folder, tmp_path, monkeypatch):
     run_training(data_folder, tmp_path, "--stop_at", "5")
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -217,7 +240,12 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
         (["--pos_args", "gamma=3"], ("does not take",)),
         (["--pos_args", "gamma"], ("keyword=value",)),
         (["--n_head", "3"], ("not divisible",)),
-        (["--train_len", "100000"], ("too few",)),
+        (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
+        (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
+        (["--pos_args", "floor=False"], ("floor must be true or false",)),
+        (["--n_embd", "2000000000000000000"], ("--n_embd",)),
+        (["--seed", "99999999999999999999"], ("--seed",)),
+        (["--device", "meta"], ("cpu or cuda, not meta",)),
         (["--batch_size", "6", "--grad_accum", "4"], ("not divisible",)),
         (["--tokens", "0"], ("--tokens",)),
         (["--passkey_frac", "1.5"], ("--passkey_frac",)),
