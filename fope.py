@@ -154,8 +154,10 @@ class RoPE(NoPE):
     def __init__(self, *, yarn_scale=1.0, pi_scale=1.0, yarn_temperature=False, original_len=None, **kwargs):
         super().__init__(**kwargs)
         for name, value in dict(yarn_scale=yarn_scale, pi_scale=pi_scale, original_len=original_len or 1).items():
-            if not isinstance(value, int | float) or not value >= 1:
-                raise ValueError(f"{name} must be a number of at least 1, not {value}")
+            if not isinstance(value, int | float) or not 1 <= value <= 1e9:
+                raise ValueError(f"{name} must be a number of at least 1 and at most a billion, not {value}")
+        if not isinstance(yarn_temperature, bool):
+            raise ValueError(f"yarn_temperature must be true or false, not {yarn_temperature}")
         self.yarn_scale, self.pi_scale, self.original_len = yarn_scale, pi_scale, original_len or self.train_len
         self.temperature = 0.1 * math.log(yarn_scale) + 1 if yarn_temperature else 1.0
         self.register_buffer("freqs", rope_freqs(self.head_dim, self.theta), persistent=False)
@@ -231,8 +233,10 @@ class FoPE(RoPE):
         super().__init__(**kwargs)
         if variant not in ("released", "paper"):
             raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
-        if not (isinstance(sigma, int | float) and sigma >= 0) or not isinstance(n_freq, int | None):
+        if not (isinstance(sigma, int | float) and sigma >= 0) or not isinstance(n_freq, int | None) or (n_freq or 0) > 1e6:
             raise ValueError(f"sigma must be a number that is not negative and n_freq a whole number, not {sigma}, {n_freq}")
+        if not isinstance(floor, bool):
+            raise ValueError(f"floor must be true or false, not {floor}")
         # YaRN scales the frequencies of a trained model: which ones that model kept is a matter of its own training length
         kept = above_floor(self.freqs, self.original_len) if floor else self.freqs
         D = len(kept) if n_freq is None else n_freq
@@ -278,6 +282,8 @@ class FoPE(RoPE):
         if not isinstance(old, FoPE):
             return "draws its coefficients, since there are none to take over"
         (_, D, K), (_, old_D, old_K) = self.cos_coef.shape, old.cos_coef.shape
+        if (old_D, old_K) == (D, K) and self.sigma != old.sigma:
+            raise ValueError(f"sigma was {old.sigma} when all coefficients were drawn, it cannot become {self.sigma}")
         n, n_series = min(self.n_kept, old.n_kept), min(K, old_K)
         n_more = min(D - self.n_kept, old_D - old.n_kept)  # further ones, from n_freq
         rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_more)))

@@ -416,6 +416,9 @@ def test_learned_biases_are_inherited(name):
         ({"sigma": "0.3"}, "not negative"),
         ({"train_len": 6}, "train_len 6"),
         ({"head_dim": 15}, "must be even"),
+        ({"head_dim": 2}, "head_dim 2"),
+        ({"floor": "False"}, "true or false"),
+        ({"yarn_temperature": "no"}, "true or false"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
