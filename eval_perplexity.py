@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from model import autocast, join_processes, load_checkpoint, processes, sum_over_processes, with_pos, write_json
-from prepare_data import ArgumentParser, TokenData, one_sentence_errors
+from prepare_data import ArgumentParser, TokenData, is_out_of_memory, one_sentence_errors
 
 TOKENS_PER_BATCH = 8192
 
@@ -88,8 +88,8 @@ def parse_pos_args(args, trained=None):
     keywords = {}
     for pair in args.pos_args:
         key, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value")
+        if not equals or key in keywords:
+            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value, each keyword once")
         try:
             keywords[key] = json.loads(text)
         except ValueError:
@@ -116,6 +116,8 @@ def load_for_evaluation(args):
     device = join_processes(args.device)
     model, about, state = load_run(args.checkpoint, "cpu")
     if changes := parse_pos_args(args, model.config):
+        if not args.out:
+            raise ValueError("a changed embedding needs --out: its result must not replace the trained one's")
         model, what = with_pos(model, pos_args=model.config.pos_args | changes)
         print(what)
     return model.to(device), about, state
@@ -124,7 +126,7 @@ def load_for_evaluation(args):
 def parse_lengths(text, train_len):
     if text is None:
         return [train_len * factor for factor in (1, 2, 4, 8, 16)]
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
         raise ValueError(f"--lengths {text!r} is no comma-separated list of token counts such as 128,256")
     return sorted({int(n) for n in text.split(",")})
 
@@ -173,27 +175,35 @@ def read_log(folder):
 
 def evaluate_lengths(args, kind, evaluate, model, about, **more):
     """
-    Run evaluate(length) -> dict for every length, print the table, write the json. A length it refuses with a ValueError
-    is reported and skipped. Raises ValueError where no length is left.
+    Run evaluate(length) -> dict for every length, print the table, write the json. A length it refuses with a ValueError,
+    or for which the memory does not suffice, is reported and skipped. Raises ValueError where no length is left, and for
+    a model that gives no numbers.
     """
+    out = Path(args.out or Path("results") / f"{Path(args.checkpoint).resolve().name}_{kind}.json")
+    if out.is_dir() or out.name == "config.json":
+        raise ValueError(f"--out {out} is no file for results")
+    out.parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
     done, skipped = {}, {}
     lengths = parse_lengths(args.lengths, model.config.train_len)
     for length in lengths:
         try:
-            done[length] = evaluate(length)
-        except ValueError as e:
-            skipped[length] = str(e)
-            print(f"length {length:,} is skipped: {e}", file=sys.stderr)
+            row = evaluate(length)
+        except (ValueError, MemoryError, RuntimeError) as e:
+            if not isinstance(e, ValueError) and not is_out_of_memory(e):
+                raise
+            skipped[length] = str(e) if isinstance(e, ValueError) else "out of memory"
+            print(f"length {length:,} is skipped: {skipped[length]}", file=sys.stderr)
             continue
-        show = {k: v for k, v in done[length].items() if isinstance(v, int | float)}
+        show = {k: v for k, v in row.items() if isinstance(v, int | float)}
+        if not all(map(math.isfinite, show.values())):
+            raise ValueError(f"{args.checkpoint} has diverged: it gives no finite loss at length {length:,}")
+        done[length] = row
         if len(done) == 1:
             print(f"{'length':>15}" + "".join(f"{name:>16}" for name in show))
         cells = "".join(f"{v:>16,}" if isinstance(v, int) else f"{v:>16.4f}" for v in show.values())
         print(f"{f'{length:,} ({length / model.config.train_len:g}x)':>15}{cells}", flush=True)
     if not done:
         raise ValueError("no length could be evaluated")
-    out = Path(args.out or Path("results") / f"{Path(args.checkpoint).resolve().name}_{kind}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
     config = model.config
     result = {
         "kind": kind,
@@ -245,7 +255,7 @@ def main(argv=None):
             starts = np.cumsum([0] + [len(b) for b in bins[:-1]])
             by_position.update(start=starts.tolist(), loss=[round(float(b.mean()), 5) for b in bins])
         loss = float(losses.mean())
-        return {"loss": loss, "perplexity": math.exp(loss), "tokens": n_scored // length * length}
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "tokens": n_scored // length * length}
 
     curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in read_log(args.checkpoint)]
     more = {"data": str(data.folder), "step": state["step"], "curve": curve}

@@ -40,20 +40,39 @@ MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000",
 MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's muted ones
 
 
+MEASURES = {"perplexity": ("loss", "perplexity"), "passkey": ("accuracy", "token_accuracy")}
+
+
 def load_results(paths):
-    """{kind: {label: [result of one seed, ...]}} in the order of STYLES. Raises ValueError for what is no result."""
+    """
+    {kind: {label: [result of one seed, ...]}} in the order of STYLES. Raises ValueError for what is no result, and for
+    results that do not belong into one figure.
+    """
     results = {"perplexity": defaultdict(list), "passkey": defaultdict(list)}
     order = list(STYLES)
     for path in paths:
         result = read_json(path)
-        kind = result.get("kind")
-        if kind not in results or not {"pos", "train_len", "seed", "lengths"} <= result.keys():
-            raise ValueError(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
-        result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
-        results[kind][label_of(result)].append(result)
-    every = [r for by_label in results.values() for rs in by_label.values() for r in rs]
-    if len({r["train_len"] for r in every}) > 1:
-        raise ValueError(f"these results have several training lengths: {sorted({r['train_len'] for r in every})}")
+        try:
+            kind, label = result["kind"], label_of(result)
+            result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
+            numbers = [row[name] for row in result["lengths"].values() for name in MEASURES[kind]]
+            if not all(isinstance(x, int | float) for x in (result["seed"], *numbers)) or not result["train_len"] > 0:
+                raise TypeError
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ValueError(f"{path} is no result of eval_perplexity.py or eval_passkey.py") from None
+        if label.startswith("_"):
+            raise ValueError(f"{path} has the label {label}; matplotlib hides what begins with _")
+        if result["seed"] in [r["seed"] for r in results[kind][label]]:
+            raise ValueError(f"{path} is a second result of {label} with seed {result['seed']}; tell them apart by --label")
+        results[kind][label].append(result)
+    every = {kind: [r for rs in by_label.values() for r in rs] for kind, by_label in results.items()}
+    if len(train_lens := {r["train_len"] for rs in every.values() for r in rs}) > 1:
+        raise ValueError(f"these results have several training lengths: {sorted(train_lens)}")
+    for kind, rs in every.items():
+        if rs and not set.intersection(*(set(r["lengths"]) for r in rs)):
+            raise ValueError(f"these {kind} results have no length in common")
+    if len({unit_of([r]) for r in every["perplexity"]}) > 1:
+        raise ValueError("these results have losses per byte and losses per token: they cannot be compared")
 
     def rank(label):
         pos = next(r["pos"] for by_label in results.values() for r in by_label.get(label, []))

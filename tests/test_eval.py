@@ -84,17 +84,44 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         ([], {}),
         (["--yarn_scale", "4"], {"yarn_scale": 4.0, "original_len": 32}),
         (["--pi_scale", "4", "--label", "stretched"], {"pi_scale": 4.0, "original_len": 32}),
-        (["--pos_args", "yarn_scale=1", "sigma=0.9"], {"yarn_scale": 1, "sigma": 0.9}),
+        (["--pos_args", "yarn_scale=1"], {"yarn_scale": 1}),
     ):
         eval_perplexity.main([str(checkpoint), "--lengths", "32,256", "--out", str(out), *flags])
         result = json.loads(out.read_text())
         assert result["pos_args"] == pos_args and result["label"] == ("stretched" if "--label" in flags else None)
         losses.append(result["lengths"]["256"]["loss"])
     assert "FoPE(train_len=32" in capsys.readouterr().out
-    assert losses[3] == losses[0] and len(set(losses)) == 3  # a trained FoPE keeps its coefficients, whatever sigma is said
-    flags = ["--yarn_scale", "0.5"]
-    for main in (eval_perplexity.main, eval_passkey.main):
-        refuses(main, [checkpoint, *flags], "yarn_scale must be a number of at least 1")
+    assert losses[3] == losses[0] and len(set(losses)) == 3
+    before = out.read_bytes()
+    for flags, words in (
+        (["--yarn_scale", "0.5"], "yarn_scale must be a number of at least 1"),
+        (["--pi_scale", "inf"], "at most a billion"),
+        (["--pos_args", "sigma=0.9"], "it cannot become 0.9"),  # a trained FoPE keeps its coefficients
+        (["--pos_args", "floor=False"], "floor must be true or false"),
+        (["--pos_args", "variant=paper", "variant=released"], "each keyword once"),
+    ):
+        for main in (eval_perplexity.main, eval_passkey.main):
+            refuses(main, [checkpoint, "--out", out, *flags], words)
+    refuses(eval_perplexity.main, [checkpoint, "--yarn_scale", "2"], "needs --out")
+    assert out.read_bytes() == before
+
+
+def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    def window_loss(model, tokens, length, bar):
+        if length > 32:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return losses
+
+    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
+    argv, losses = [checkpoint, "--lengths", "32,64", "--out", tmp_path / "r.json"], np.ones((3, 32))
+    eval_perplexity.main([str(a) for a in argv])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert list(result["lengths"]) == ["32"] and result["skipped"] == {"64": "out of memory"}
+    for loss in (1000, math.nan):
+        losses[:] = loss
+        refuses(eval_perplexity.main, argv, "has diverged")
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    refuses(eval_perplexity.main, [checkpoint, "--out", tmp_path], "no file for results")
 
 
 def test_default_lengths_are_1_to_16_times(checkpoint, tmp_path):
@@ -233,7 +260,9 @@ def test_wilson_interval():
         (["CHECKPOINT", "--lengths", "128,x"], ("--lengths",)),
         (["CHECKPOINT", "--lengths", "0"], ("--lengths",)),
         (["CHECKPOINT", "--lengths", "9000000"], ("no length could be evaluated",)),
-        (["CHECKPOINT", "--device", "gpu"], ("--device gpu",)),
+        (["CHECKPOINT", "--lengths", "1000000000"], ("--lengths",)),
+        (["CHECKPOINT", "--device", "gpu"], ("cpu or cuda, not gpu",)),
+        (["CHECKPOINT", "--device", "meta"], ("cpu or cuda, not meta",)),
     ],
 )
 def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint, tmp_path, request):
@@ -338,3 +367,18 @@ def test_foreign_results_are_refused(tmp_path):
     a, b = result_file(tmp_path, "perplexity", "rope", 0, 1.0), result_file(tmp_path, "perplexity", "rope", 1, 1.0)
     b.write_text(b.read_text().replace('"train_len": 128', '"train_len": 64'))
     refuses(plot.main, [a, b, "--out", tmp_path], "several training lengths")
+    text = a.read_text()
+    refuses(plot.main, [a, a, "--out", tmp_path], "a second result of RoPE with seed 0")
+    for old, new, words in (
+        ('"tokens": 10}', '"tokens": 10, "loss": "a"}', "no result of"),
+        ('"128": {', '"128": 3, "129": {', "no result of"),
+        ('"train_len": 128', '"train_len": 0', "no result of"),
+        ('"seed": 0', '"seed": 0, "label": "_x"', "the label _x"),
+    ):
+        b.write_text(text.replace(old, new))
+        assert b.read_text() != text
+        refuses(plot.main, [b, "--out", tmp_path], words)
+    b.write_text(text.replace('"seed": 0', '"seed": 1, "tokenizer": "byte"'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "per byte and losses per token")
+    b.write_text(text.replace('"seed": 0', '"seed": 1').replace('"128": {', '"64": {').replace('"256": {', '"32": {'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "no length in common")
