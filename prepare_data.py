@@ -50,6 +50,11 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(1, f"error: {message} (see {self.prog} --help)\n")
 
 
+def is_out_of_memory(e):
+    """Whether an exception is Python's or torch's, on a CPU or a GPU, for want of memory."""
+    return isinstance(e, MemoryError) or bool(re.search("out of memory|allocate memory|not enough memory", str(e)))
+
+
 def one_sentence_errors(main):
     """Show the ValueError or OSError that a check raised as its sentence instead of as a traceback."""
 
@@ -60,7 +65,7 @@ def one_sentence_errors(main):
         except (ValueError, OSError) as e:
             sys.exit(f"error: {e}")
         except (MemoryError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and not re.search("out of memory|allocate memory|not enough memory", str(e)):
+            if not is_out_of_memory(e):
                 raise
             sys.exit("error: out of memory; a larger --grad_accum, a smaller model or shorter lengths need less")
         except KeyboardInterrupt:
@@ -89,7 +94,7 @@ BPE_TRAINING_CHARS = 100_000_000
 def check_tokenizer_name(name):
     if name in ("gpt2", "byte"):
         return name
-    if match := re.fullmatch(r"bpe:(\d+)", name):
+    if match := re.fullmatch(r"bpe:([1-9][0-9]*)", name):
         if not 258 <= int(match[1]) <= 65536:
             raise ValueError(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
         return name
@@ -347,6 +352,8 @@ def expand(paths):
             raise ValueError(f"{path} is of no known kind; known: {', '.join(SUFFIXES)}")
         else:
             files.append(path)
+    if len(set(files)) < len(files):
+        raise ValueError(f"{next(f for f in files if files.count(f) > 1)} is given twice")
     return files
 
 
@@ -418,6 +425,8 @@ def find_sources(args):
         val_files = val_files or ([download(source, val)] if val else [])
     else:
         files = expand(args.source)
+    if both := set(files) & set(val_files):
+        raise ValueError(f"{both.pop()} is in --source and in --val_source: training would see the validation text")
     return [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
 
 
@@ -426,6 +435,8 @@ def parse_shards(text):
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ValueError(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
     bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    if any(b[0] > b[-1] for b in bounds):
+        raise ValueError(f"--shards {text!r} has a range that ends before it begins")
     return [i for b in bounds for i in range(b[0], b[-1] + 1)]
 
 
@@ -533,7 +544,7 @@ def open_progress(out, settings):
         return {"settings": settings, "shards": []}
     saved = read_json(path)
     if saved.get("settings") != settings:
-        raise ValueError(f"{out} holds data prepared with other settings; choose another --out")
+        raise ValueError(f"{out} holds data prepared with other settings or from other files; choose another --out")
     whole, broken = [], set()
     try:
         for shard in saved["shards"]:
@@ -544,7 +555,8 @@ def open_progress(out, settings):
                 whole.append({**shard, "next_group": int(shard["next_group"]), "tokens": int(shard["tokens"])})
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__} {e}); delete {out} and start again") from None
-    if path.name == "meta.json" and not broken:
+    has_tokenizer = not settings["tokenizer"].startswith("bpe:") or (out / "tokenizer.tiktoken").exists()
+    if path.name == "meta.json" and not broken and has_tokenizer:
         return None
     progress = {"settings": settings, "shards": whole}
     write_json(out / "progress.json", progress)
@@ -574,9 +586,17 @@ def main(argv=None):
             raise ValueError(f"--{name} must be at least 1")
     if not 0 <= args.val_frac <= 1:
         raise ValueError("--val_frac must be between 0 and 1")
+    if args.val_source and args.val_frac != parser.get_default("val_frac"):
+        raise ValueError("--val_frac has no meaning where --val_source is given")
+    if args.source[0] not in HUB and args.shards != parser.get_default("shards"):
+        raise ValueError("--shards has a meaning for c4 and gutenberg alone")
 
     out = Path(args.out)
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} is the folder of a training run; choose another --out")
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "workers")}
+    local = expand([s for s in (*args.source, *(args.val_source or [])) if s != "sotu" and s not in HUB])
+    settings["files"] = hashlib.sha256(repr([(str(path), path.stat().st_size) for path in local]).encode()).hexdigest()[:16]
     progress = open_progress(out, settings)
     if progress is None:
         print(f"{out} is complete already, nothing to do")

@@ -147,6 +147,8 @@ def test_finished_data_is_not_made_again_and_not_overwritten(tmp_path, capsys):
     prepare(out, "--source", text, "--tokenizer", "byte", "--val_frac", 0.2)
     assert "nothing to do" in capsys.readouterr().out
     refuses(prepare_data.main, ["--source", text, "--tokenizer", "byte", "--out", out], "other settings")
+    (text / "000.txt").write_text("no longer what it was")
+    refuses(prepare_data.main, ["--source", text, "--tokenizer", "byte", "--val_frac", 0.2, "--out", out], "other files")
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
@@ -328,6 +330,11 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, w
         (["--source", "a.txt", "--tokenizer", "byte", "--val_frac", "2"], ("--val_frac",)),
         (["--source", "a.txt", "--tokenizer", "byte", "--workers", "0"], ("--workers",)),
         (["--source", "c4", "--shards", "1-"], ("--shards",)),
+        (["--source", "c4", "--shards", "2-1"], ("ends before it begins",)),
+        (["--source", "a.txt", "--shards", "5"], ("c4 and gutenberg alone",)),
+        (["--source", "a.txt", "a.txt"], ("given twice",)),
+        (["--source", "a.txt", "--val_source", "b.txt", "--val_frac", "0.1"], ("no meaning",)),
+        (["--source", "a.txt", "--tokenizer", "bpe:0512"], ("unknown tokenizer",)),
     ],
 )
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path, monkeypatch, argv, words):
