@@ -6,6 +6,7 @@ there is no second copy of any solution, but for exercise 6, whose example is be
 """
 
 import ast
+import io
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,9 +154,14 @@ def lines_of(node):
     return slice(first - 1, node.end_lineno)
 
 
+def split_lines(text):
+    """The lines that ast counts: str.splitlines would also split at form feeds and at Unicode's line separators."""
+    return io.StringIO(text).readlines()
+
+
 def replace(text, name, source):
     """`text` with the function or class `name` replaced by the same one of the text `source`."""
-    lines, new = text.splitlines(keepends=True), source.splitlines(keepends=True)
+    lines, new = split_lines(text), split_lines(source)
     lines[lines_of(find(text, name))] = new[lines_of(find(source, name))]
     return "".join(lines)
 
@@ -163,7 +169,7 @@ def replace(text, name, source):
 def remove_body(text, name, exercise):
     """`text` with the body of `name` removed: signature and docstring stay, and what is left to do raises an error."""
     node = find(text, name)
-    lines = text.splitlines(keepends=True)
+    lines = split_lines(text)
     has_docstring = ast.get_docstring(node) is not None
     if isinstance(node, ast.ClassDef):
         stub = "    def rotate(self, q, k):\n        raise NotImplementedError"

@@ -29,8 +29,8 @@ from prepare_data import ArgumentParser, one_sentence_errors
 
 def graded_file(student, file, own):
     """The student's file with the functions of all exercises but `own` replaced by the project's. ValueError: no points."""
-    text = student.read_text(encoding="utf-8")
     try:
+        text = student.read_text(encoding="utf-8-sig")  # with or without a byte order mark
         for number, (_, functions, _) in EXERCISES.items():
             for name in functions.get(file, []):
                 if number == own:
@@ -39,6 +39,8 @@ def graded_file(student, file, own):
                     text = replace(text, name, reference(file))
     except SyntaxError as e:
         raise ValueError(f"{file} is no Python: {e.msg}, line {e.lineno}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError(f"{file} has an expression that is too long for Python") from None
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None
     return text
@@ -55,10 +57,13 @@ def run_tests(folder, tests, time_limit):
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the tests did not end within {time_limit} seconds") from None
-    if not report.exists():
-        raise ValueError(f"the tests could not be run: {(run.stdout + run.stderr).strip().splitlines()[-1]}")
+    try:
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    except (OSError, ElementTree.ParseError):  # pytest has no report where the student's file ends the process
+        last = (run.stdout + run.stderr).strip().splitlines()[-1:]
+        raise ValueError(f"the tests could not be run: {last[0] if last else 'the code ends the process'}") from None
     outcome = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
+    for case in cases:
         name = f"{case.get('classname').split('.')[-1]}.py::{case.get('name')}"
         problem = next((child for child in case if child.tag in ("failure", "error")), None)
         outcome[name] = None if problem is None else (problem.get("message") or "failed").splitlines()[0]
@@ -104,6 +109,10 @@ def main(argv=None):
     parser.add_argument("--time_limit", type=int, default=120, help="seconds for the tests of one exercise")
     parser.add_argument("--json", help="also write all scores to this file")
     args = parser.parse_args(argv)
+    if not 1 <= args.time_limit <= 86400:
+        raise ValueError("--time_limit must be 1 to 86400 seconds")
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise ValueError(f"--json {args.json} must be a file in a folder that exists")
     for folder in args.folders:
         if not (Path(folder) / "fope.py").exists():
             raise FileNotFoundError(f"{folder} is no copy of the project: it has no fope.py")

@@ -142,4 +142,12 @@ def test_broken_files_and_endless_code_cost_points_and_nothing_else(folders, tmp
     text = (folders / "solution" / "fope.py").read_text()
     (tmp_path / "fope.py").write_text("while True:\n    pass\n" + text)
     assert grade.grade(tmp_path, 3, time_limit=3)[2] == ["the tests did not end within 3 seconds"]
+    (tmp_path / "fope.py").write_text(text + "\nraise SystemExit(0)\n")
+    assert "could not be run" in grade.grade(tmp_path, 3)[2][0]
+    (tmp_path / "fope.py").write_text(text + "\nx = " + "1 + " * 100_000 + "1\n")
+    assert grade.grade(tmp_path, 3)[2] == ["fope.py has an expression that is too long for Python"]
+    (tmp_path / "fope.py").write_text("\ufeff# \u2028\n\x0c\n" + text, encoding="utf-8")  # unusual, and Python all the same
+    assert grade.grade(tmp_path, 3)[0] == 10
     refuses(grade.main, [tmp_path / "nobody"], "no copy of the project")
+    refuses(grade.main, [tmp_path, "--time_limit", "0"], "--time_limit")
+    refuses(grade.main, [tmp_path, "--json", tmp_path], "--json")
