@@ -19,6 +19,7 @@ import resource
 import statistics
 import sys
 import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +173,18 @@ def main(argv=None):
         print(profile.key_averages().table(sort_by=by_device, row_limit=25, max_name_column_width=60))
         return
 
+    out = Path(args.out or Path("results") / "bench" / f"{args.preset}_{device.type}.json")
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder, not a file")
+    out.parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
     jobs = [(args, pos, what, device) for what in ("train", "eval") for pos in args.pos]
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        peaks = list(tqdm(pool.imap(peak_memory, jobs, chunksize=1), "memory", len(jobs)))
-    memory = {(pos, what): peak for (_, pos, what, _), peak in zip(jobs, peaks, strict=True)}
+    memory = {}
+    for job in tqdm(jobs, "memory"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            try:
+                memory[job[1:3]] = fresh.submit(peak_memory, job).result()
+            except BrokenExecutor:
+                raise MemoryError from None  # killed, and what kills here is the system that runs out of it
 
     works = {pos: Workload(args, pos, device) for pos in args.pos}
     rounds = [{} for _ in range(max(args.rounds, args.eval_rounds))]
@@ -202,8 +211,6 @@ def main(argv=None):
         "summary": summary,
         "rounds": rounds,
     }
-    out = Path(args.out or Path("results") / "bench" / f"{args.preset}_{device.type}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
     show(result, args.readme)
     print(f"wrote {out}")

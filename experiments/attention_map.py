@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import BLACK, BLUE, ORANGE, RED, Parser, plt, save, tidy
+from common import BLACK, BLUE, ORANGE, RED, Parser, one_sentence_errors, plt, save, tidy
 
 from eval_passkey import PasskeyTask  # the prompt is the evaluation's, so are its tokens
-from model import load_checkpoint
+from eval_perplexity import load_run
 from prepare_data import load_tokenizer
 
 OFFSETS = (-3, -2, -1, 0, 1, 2)  # from the digit to produce
@@ -68,13 +68,10 @@ def main(argv=None):
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--name", default="attention_map", help="of figure and json")
     args = parser.parse_args(argv)
-    try:
-        model, about, _ = load_checkpoint(args.checkpoint)
-        task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
-        lengths = [model.config.train_len * f for f in (1, 2, 4, 8, 16)]
-        results = {length: measure(model, task, length, args.trials) for length in lengths}
-    except (OSError, ValueError, KeyError) as e:
-        parser.error(str(e).splitlines()[0])
+    model, about, _ = load_run(args.checkpoint, "cpu")
+    task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
+    lengths = [model.config.train_len * f for f in (1, 2, 4, 8, 16)]
+    results = {length: measure(model, task, length, args.trials) for length in lengths}
 
     at_1x = results[lengths[0]]
     layer, head, statement, o = (int(i) for i in np.unravel_index(int(at_1x.argmax()), at_1x.shape))
@@ -114,4 +111,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

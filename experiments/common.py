@@ -1,6 +1,6 @@
 """What the experiments share: the way to the project's files, colours, and how a figure and its numbers are saved."""
 
-import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from eval_perplexity import provenance  # noqa: E402
 from model import write_json  # noqa: E402
+from prepare_data import ArgumentParser, one_sentence_errors  # noqa: E402, F401
 
 # Okabe and Ito's colours, the same for a method as in plot.py
 BLACK, GREY, ORANGE, BLUE, RED, GREEN, PINK = (
@@ -23,21 +24,23 @@ BLACK, GREY, ORANGE, BLUE, RED, GREEN, PINK = (
 )  # fmt: skip
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ArgumentParser):
     def __init__(self, doc):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(doc)
         self.add_argument("--out", default=ROOT / "results" / "mechanism", type=Path, help="folder for figure and json")
 
     def parse_args(self, *args):
         args = super().parse_args(*args)
+        for name, value in vars(args).items():
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"--{name} must be at least 1")
+        if not re.fullmatch(r"\w[\w.-]*", getattr(args, "name", "x")):
+            raise ValueError(f"--name {args.name!r} is no file name without an ending")
         try:
             args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
         except OSError as e:
-            self.error(f"--out {args.out} cannot be made a folder: {e.strerror}")
+            raise ValueError(f"--out {args.out} cannot be made a folder: {e.strerror}") from None
         return args
-
-    def error(self, message):
-        sys.exit(f"error: {message} (see --help)")
 
 
 def save(fig, numbers, out, name):

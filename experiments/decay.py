@@ -15,7 +15,7 @@ above the floor alone fall off within a few tokens and then swing around zero. F
 import math
 
 import torch
-from common import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, plt, save, tidy
+from common import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, one_sentence_errors, plt, save, tidy
 
 from fope import FoPE, NoPE, RoPE, above_floor, rope_freqs
 
@@ -100,4 +100,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

@@ -12,7 +12,7 @@ marked. Look at: whether the marked dimensions are brighter, and by what factor.
 import math
 
 import torch
-from common import Parser, plt, save
+from common import Parser, one_sentence_errors, plt, save
 
 from fope import rope_freqs
 from model import load_checkpoint
@@ -80,19 +80,22 @@ def main(argv=None):
         try:
             from transformers import AutoModelForCausalLM
         except ImportError:
-            parser.error(f"{args.checkpoint} is no run of train.py, and for other models transformers is not installed")
+            raise ValueError(
+                f"{args.checkpoint} is no run of train.py, and for other models transformers is not installed"
+            ) from None
         try:
             llama = AutoModelForCausalLM.from_pretrained(args.checkpoint)
             (q, k), train_len, theta, pos = read_llama(llama, args.tokens, args.train_len)
-        except (OSError, AttributeError) as e:
-            parser.error(f"{args.checkpoint} is no Llama model that can be loaded: {str(e).splitlines()[0]}")
-    except ValueError as e:
-        parser.error(str(e))
+        except (OSError, ValueError, AttributeError) as e:
+            raise ValueError(f"{args.checkpoint} is no Llama model that can be loaded: {str(e).splitlines()[0]}") from None
+    else:
+        if args.train_len:
+            raise ValueError("--train_len is for Llama models; a run of train.py knows its own")
 
     head_dim = q.size(1)
     slow = under_the_floor(head_dim, theta, train_len)
-    if not slow.any():
-        parser.error(f"no frequency lies under the floor at a training length of {train_len}")
+    if not 0 < slow.sum() < head_dim:
+        raise ValueError(f"at a training length of {train_len} the frequencies are not on both sides of the floor")
     ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
     for ax, x, name in zip(axes, (q, k), "qk", strict=True):
@@ -119,4 +122,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

@@ -13,7 +13,7 @@ j, not in i - j; a pair far out meets a combination of i and j that training has
 """
 
 import torch
-from common import BLUE, ORANGE, RED, Parser, plt, save, tidy
+from common import BLUE, ORANGE, RED, Parser, one_sentence_errors, plt, save, tidy
 
 from fope import FoPE, RoPE
 
@@ -83,4 +83,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

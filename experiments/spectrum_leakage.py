@@ -17,7 +17,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import BLACK, BLUE, GREEN, GREY, ORANGE, RED, Parser, plt, save, tidy
+from common import BLACK, BLUE, GREEN, GREY, ORANGE, RED, Parser, one_sentence_errors, plt, save, tidy
 
 from fope import rope_freqs
 
@@ -187,4 +187,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

@@ -17,7 +17,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import BLACK, BLUE, RED, Parser, plt, save, tidy
+from common import BLACK, BLUE, RED, Parser, one_sentence_errors, plt, save, tidy
 
 N = 256  # distances shown, and the period of the lowest tone that fits
 SAMPLES = 2**13
@@ -111,4 +111,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

@@ -178,6 +178,9 @@ def main(argv=None):
         raise ValueError("--seeds must be at least 2: a difference says nothing without its standard error")
     if args.gains[0] != 1 or min(args.gains) < 1:
         raise ValueError("--gains must start with 1, which the others are compared with, and be positive")
+    for name in ("gains", "methods"):
+        if len(set(getattr(args, name))) < len(getattr(args, name)):
+            raise ValueError(f"--{name} names something twice")
     out = Path(args.out)
     tokenizer = RECIPES[args.kind][0]
     prepare_data.main(["--source=sotu", f"--tokenizer={tokenizer}", "--out", str(out / "data" / tokenizer.replace(":", ""))])
