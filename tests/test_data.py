@@ -333,6 +333,7 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, w
         (["--source", "c4", "--shards", "2-1"], ("ends before it begins",)),
         (["--source", "a.txt", "--shards", "5"], ("c4 and gutenberg alone",)),
         (["--source", "a.txt", "a.txt"], ("given twice",)),
+        (["--source", "a.txt", "--val_source", "a.txt"], ("given twice",)),
         (["--source", "a.txt", "--val_source", "b.txt", "--val_frac", "0.1"], ("no meaning",)),
         (["--source", "a.txt", "--tokenizer", "bpe:0512"], ("unknown tokenizer",)),
     ],

@@ -160,6 +160,15 @@ def test_a_signal_finishes_the_step_and_saves(data_folder, tmp_path, number):
     assert step >= 3 and f"stopped at step {step:,}" in output and "--resume" in output
 
 
+def test_a_run_is_resumed_with_another_grad_accum_and_says_so(data_folder, tmp_path):
+    run_training(data_folder, tmp_path, "--stop_at", "2")
+    run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")
+    assert json.loads((tmp_path / "config.json").read_text())["training"]["grad_accum"] == 2
+    finished = weights(tmp_path)
+    run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")  # nothing is left to do, and nothing changes
+    assert same(weights(tmp_path), finished) and finished["step"] == 20
+
+
 def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
     def save(*args, real=train.save_checkpoint, **kwargs):
         signal.raise_signal(signal.SIGINT)
