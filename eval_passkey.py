@@ -83,7 +83,7 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
     samples = [task.sample(length, rng) for _ in range(trials)]
     results = np.zeros((3, trials))
     exact, share, nll = results
-    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH // length), processes()
+    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH[device.type] // length), processes()
     for i in range(rank * batch, trials, n_processes * batch):
         rows = samples[i : i + batch]
         tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)

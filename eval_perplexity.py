@@ -26,7 +26,7 @@ from tqdm import tqdm
 from model import autocast, join_processes, load_checkpoint, processes, sum_over_processes, with_pos, write_json
 from prepare_data import ArgumentParser, TokenData, is_out_of_memory, one_sentence_errors
 
-TOKENS_PER_BATCH = 8192
+TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}  # on a CPU what stays in its cache is read a third faster
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def window_loss(model, tokens, length, progress=None):
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     total = torch.zeros(length, dtype=torch.float64, device=device)
-    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH // length), processes()
+    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH[device.type] // length), processes()
     for i in range(rank * batch, n_windows, n_processes * batch):
         rows = slice(i, i + batch)
         x, y = (torch.from_numpy(a[rows]).to(device) for a in (inputs, targets))
