@@ -8,9 +8,10 @@ What does each position embedding cost? Speed and memory of training and evaluat
 
 All embeddings take turns in one process, one training step or one evaluation each, on random tokens, and many rounds of it. A
 ratio is taken within a round, since a machine's speed drifts; the table has medians over the rounds. "fope, rebuilt" makes its
-cosines and sines anew in every layer at every step, as the authors' code does. Memory is the peak of a process of its own: on
-a GPU what torch has allocated, on a CPU what is resident. Model FLOPs: 6 N + 6 n_layer n_embd T a token in training, N
-parameters without the input table, the second term causal attention.
+cosines and sines anew in every layer at every step, as the authors' code does; "kerple, flex", on CUDA alone, is KERPLE by
+FlexAttention instead of blocks of queries. Memory is the peak of a process of its own: on a GPU what torch has allocated, on a
+CPU what is resident. Model FLOPs: 6 N + 6 n_layer n_embd T a token in training, N parameters without the input table, the
+second term causal attention.
 """
 
 import multiprocessing
@@ -39,7 +40,7 @@ class RebuiltFoPE(FoPE):
         return self.make_tables(T)
 
 
-EMBEDDINGS = [*POSITION_EMBEDDINGS, "fope, rebuilt"]
+EMBEDDINGS = [*POSITION_EMBEDDINGS, "fope, rebuilt", "kerple, flex"]
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12}  # dense bf16, from the data sheets
 
 
@@ -47,7 +48,9 @@ class Workload:
     """One embedding's model and what is timed with it: step() trains on one batch, evaluate() reads one long text."""
 
     def __init__(self, args, pos, device):
-        self.model = GPT(GPTConfig.preset(args.preset, pos=pos.split(",")[0], train_len=args.train_len)).to(device)
+        pos_args = {"flex": True} if pos == "kerple, flex" else {}
+        config = GPTConfig.preset(args.preset, pos=pos.split(",")[0], pos_args=pos_args, train_len=args.train_len)
+        self.model = GPT(config).to(device)
         if pos == "fope, rebuilt":
             for block in self.model.blocks:
                 block.attn.pos.__class__ = RebuiltFoPE
@@ -139,7 +142,7 @@ def show(result, readme):
 def main(argv=None):
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--pos", nargs="+", choices=EMBEDDINGS, default=EMBEDDINGS, help="which embeddings")
+    add("--pos", nargs="+", choices=EMBEDDINGS, help="which embeddings (default: all that run on the device)")
     add("--preset", choices=SIZES, default="tiny", help="size of the model")
     add("--train_len", type=int, default=512, help="tokens per training sequence")
     add("--batch_size", type=int, default=4, help="sequences per training step")
@@ -163,6 +166,9 @@ def main(argv=None):
         show(result, args.readme)
         return
     device = join_processes(args.device)
+    args.pos = args.pos or [pos for pos in EMBEDDINGS if pos != "kerple, flex" or device.type == "cuda"]
+    if "kerple, flex" in [*args.pos, args.profile] and device.type != "cuda":
+        raise ValueError("kerple, flex is for CUDA alone: elsewhere FlexAttention has no backward pass")
     torch._dynamo.config.recompile_limit = 1000  # all embeddings compile the same lines; past it torch falls back silently
     if args.profile:
         work = Workload(args, args.profile, device)

@@ -24,6 +24,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 # -----------------------------------------------------------------------------
@@ -370,16 +371,42 @@ class KERPLE(LearnedBias):
     KERPLE's logarithmic kernel (Chi et al., 2022): head h adds -r1 log(1 + r2 (i - j)), with its own learned r1, r2 > 0.
 
     Drawn uniformly, r1 from [0, 2] and r2 from [0, 1], as in the published code; the absolute value keeps them positive.
+
+    flex=True leaves the bias to FlexAttention's kernel, on CUDA and for a T that is a multiple of 128; all else is read in
+    blocks. It is not the default because it has not been measured yet.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, *, flex=False, **kwargs):
         super().__init__(**kwargs)
+        if not isinstance(flex, bool):
+            raise ValueError(f"flex must be true or false, not {flex}")
+        self.flex_attention = torch.compile(flex_attention, dynamic=False) if flex else None
         self.r1 = nn.Parameter(2 * torch.rand(self.n_head))
         self.r2 = nn.Parameter(torch.rand(self.n_head))
 
     def bias(self, i, j):
         r1, r2 = (r.abs().view(-1, 1, 1) for r in (self.r1, self.r2))
         return -r1 * torch.log1p(r2 * (i[:, None] - j).clamp(min=0))
+
+    def attend(self, q, k, v):
+        # a kernel is compiled for each length, so not for those of generated text; its backward pass adds in any order
+        if self.flex_attention and q.is_cuda and q.size(-2) % 128 == 0 and not torch.are_deterministic_algorithms_enabled():
+            return self.attend_flex(q, k, v)
+        return super().attend(q, k, v)
+
+    @torch.compiler.disable(recursive=False)  # a graph of its own, which takes `row` as it is
+    def attend_flex(self, q, k, v):
+        """The bias is a function of the distance alone: a row of it, the last query's, is shifted for every other query."""
+        last = q.size(-2) - 1
+        t = torch.arange(last + 1, device=q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            row = self.bias(t[-1:], t)[:, 0]  # (n_head, T)
+
+        def add_bias(score, b, h, i, j):
+            return score + row[h, (last - i + j).clamp(max=last)]
+
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, last + 1, last + 1, device=q.device)
+        return self.flex_attention(q, k, v, score_mod=add_bias, block_mask=mask)
 
 
 class FIRE(LearnedBias):

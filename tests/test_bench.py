@@ -26,6 +26,8 @@ def test_bench_measures_shows_and_refuses(tmp_path, capsys):
     (tmp_path / "b.json").write_text("{}")
     refuses(bench.main, ["--show", tmp_path / "b.json"], "no result of bench.py")
     refuses(bench.main, ["--rounds", "0"], "--rounds must be at least 1")
+    refuses(bench.main, ["--pos", "kerple, flex", "--device=cpu"], "for CUDA alone")
+    refuses(bench.main, ["--profile", "kerple, flex", "--device=cpu"], "for CUDA alone")
 
 
 def test_rebuilt_tables_are_the_same_tables():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
 import fope
 from fope import (
@@ -30,6 +31,7 @@ VARIANTS = [
     ("fope", {"floor": False}),
     ("fope", {"yarn_scale": 4.0, "yarn_temperature": True}),
     ("rope", {"yarn_scale": 4.0, "yarn_temperature": True}),
+    ("kerple", {"flex": True}),
 ]
 CASES = [pytest.param(name, {}, id=name) for name in POSITION_EMBEDDINGS]
 CASES += [pytest.param(name, kwargs, id=f"{name}-{'-'.join(map(str, kwargs))}") for name, kwargs in VARIANTS]
@@ -45,7 +47,7 @@ def draw(T, head_dim=16, n_head=2, seed=1):
 
 
 def softmax_attention(pos, q, k, v):
-    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril()
+    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).tril()
     return pos.scores(q, k).masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
 
 
@@ -367,6 +369,23 @@ def test_learned_bias_is_made_in_blocks_of_queries_with_the_same_gradients(name,
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kerple_by_flexattention_is_the_same(monkeypatch):
+    """On CUDA with the compiled kernel; on a CPU, whose kernel has no backward pass, with FlexAttention's own definition."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pos, qkv = make("kerple", flex=True).to(device), draw(256).to(device).requires_grad_()
+    if device == "cpu":
+        monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
+        pos.flex_attention = flex_attention.flex_attention
+    inputs = [qkv, *pos.parameters()]
+    for attend in (pos.attend_flex, pos.attend):
+        y, explicit = attend(*qkv), softmax_attention(pos, *qkv)
+        torch.testing.assert_close(y, explicit, atol=2e-5, rtol=1e-4)
+        gradients = torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(explicit.square().sum(), inputs)
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 # --- another embedding for trained weights
 
 
@@ -419,6 +438,7 @@ def test_learned_biases_are_inherited(name):
         ({"head_dim": 2}, "head_dim 2"),
         ({"floor": "False"}, "true or false"),
         ({"yarn_temperature": "no"}, "true or false"),
+        ({"name": "kerple", "flex": 1}, "true or false"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
