@@ -325,7 +325,7 @@ class RoPEA(RoPE):
         self.freqs = torch.round(self.freqs / cycle) * cycle
 
 
-QUERIES_PER_BLOCK = 64
+QUERIES_PER_BLOCK = 128
 
 
 class LearnedBias(NoPE):
