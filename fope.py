@@ -19,6 +19,7 @@ An embedding is one nn.Module with four methods. q, k, v are (B, n_head, T, head
 To add an embedding: write one class, add one line to POSITION_EMBEDDINGS at the end of this file.
 """
 
+import functools
 import math
 
 import torch
@@ -366,6 +367,12 @@ class LearnedBias(NoPE):
         return super().scores(q, k) + self.bias(t, t)
 
 
+@functools.cache
+def causal_block_mask(T, device):
+    """Which blocks of logits FlexAttention may skip: made once for each T, by way of a (T, T) mask."""
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=device)
+
+
 class KERPLE(LearnedBias):
     """
     KERPLE's logarithmic kernel (Chi et al., 2022): head h adds -r1 log(1 + r2 (i - j)), with its own learned r1, r2 > 0.
@@ -405,8 +412,7 @@ class KERPLE(LearnedBias):
         def add_bias(score, b, h, i, j):
             return score + row[h, (last - i + j).clamp(max=last)]
 
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, last + 1, last + 1, device=q.device)
-        return self.flex_attention(q, k, v, score_mod=add_bias, block_mask=mask)
+        return self.flex_attention(q, k, v, score_mod=add_bias, block_mask=causal_block_mask(last + 1, q.device))
 
 
 class FIRE(LearnedBias):
