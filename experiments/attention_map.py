@@ -1,7 +1,7 @@
 """
 Where does the answer look? Attention from the digits of a passkey's answer back to the passkey, at 1x and beyond.
 
-    python experiments/attention_map.py runs_out/demo/runs/fope_s0_passkey       1 minute
+    python experiments/attention_map.py runs_out/tiny/runs/fope_s0_passkey       1 minute
 
 The prompt states the key twice. For every layer and head: how much of the attention of the position that must produce digit
 n of the answer falls on digit n of the first or the second statement, and on the tokens around it, averaged over digits and

@@ -1,7 +1,7 @@
 """
 Do the frequencies under the floor hold larger queries and keys? (appendix A.1 and its figure)
 
-    python experiments/qk_activation.py runs_out/demo/runs/rope_s0_perplexity       10 seconds
+    python experiments/qk_activation.py runs_out/tiny/runs/rope_s0_perplexity       10 seconds
     python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096   any Llama of the transformers library
 
 Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over tokens and heads: one number

@@ -2,7 +2,7 @@
 # The whole experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained on the same text and passkeys, measured at 1x to 16x
 # the training length, drawn. About 19 minutes on 2 slow cores, installation included.
 #
-#   bash runs/demo.sh              everything, into runs_out/demo
+#   bash runs/demo.sh              everything, into runs_out/tiny, where the other scripts find it
 #   bash runs/demo.sh --seeds 3    three seeds of each model: three times as long, figures with a spread
 #   bash runs/demo.sh --quick      the same path with almost no training, to see that it works: 2 minutes
 #   bash runs/demo.sh --out DIR    somewhere else
@@ -22,7 +22,7 @@ while [ $# -gt 0 ]; do
         *) echo "error: unknown option $1 (see bash runs/demo.sh --help)" >&2; exit 1 ;;
     esac
 done
-if [ -z "$out" ]; then out=runs_out/demo; if [ $size = quick ]; then out=runs_out/demo_quick; fi; fi
+if [ -z "$out" ]; then out=runs_out/$size; fi
 start=$SECONDS
 . "$(dirname "$0")/common.sh"
 
@@ -35,8 +35,7 @@ for ((seed = 0; seed < seeds; seed++)); do
 done
 wait_for_all
 
-echo "== figures and table"
-python plot.py "$out"/results/*.json --out "$out/results"
+draw results {nope,alibi,rope,fope}_s[0-9]*_{perplexity,passkey}
 echo
 if [ $size = quick ]; then
     echo "This was the quick path: these models have learned next to nothing."
