@@ -387,7 +387,10 @@ class KERPLE(LearnedBias):
         super().__init__(**kwargs)
         if not isinstance(flex, bool):
             raise ValueError(f"flex must be true or false, not {flex}")
-        self.flex_attention = torch.compile(flex_attention, dynamic=False) if flex else None
+        self.flex = flex
+        if flex:  # here and not where they are defined, since importing torch's compiler takes a second
+            self.flex_attention = torch.compile(flex_attention, dynamic=False)
+            self.attend_flex = torch.compiler.disable(self.attend_flex, recursive=False)  # a graph of its own, given `row`
         self.r1 = nn.Parameter(2 * torch.rand(self.n_head))
         self.r2 = nn.Parameter(torch.rand(self.n_head))
 
@@ -397,11 +400,10 @@ class KERPLE(LearnedBias):
 
     def attend(self, q, k, v):
         # a kernel is compiled for each length, so not for those of generated text; its backward pass adds in any order
-        if self.flex_attention and q.is_cuda and q.size(-2) % 128 == 0 and not torch.are_deterministic_algorithms_enabled():
+        if self.flex and q.is_cuda and q.size(-2) % 128 == 0 and not torch.are_deterministic_algorithms_enabled():
             return self.attend_flex(q, k, v)
         return super().attend(q, k, v)
 
-    @torch.compiler.disable(recursive=False)  # a graph of its own, which takes `row` as it is
     def attend_flex(self, q, k, v):
         """The bias is a function of the distance alone: a row of it, the last query's, is shifted for every other query."""
         last = q.size(-2) - 1
