@@ -387,10 +387,10 @@ class KERPLE(LearnedBias):
         super().__init__(**kwargs)
         if not isinstance(flex, bool):
             raise ValueError(f"flex must be true or false, not {flex}")
-        self.flex = flex
+        self.flex = None
         if flex:  # here and not where they are defined, since importing torch's compiler takes a second
+            self.flex = torch.compiler.disable(KERPLE.attend_flex, recursive=False)  # a graph of its own, given `row`
             self.flex_attention = torch.compile(flex_attention, dynamic=False)
-            self.attend_flex = torch.compiler.disable(self.attend_flex, recursive=False)  # a graph of its own, given `row`
         self.r1 = nn.Parameter(2 * torch.rand(self.n_head))
         self.r2 = nn.Parameter(torch.rand(self.n_head))
 
@@ -401,7 +401,7 @@ class KERPLE(LearnedBias):
     def attend(self, q, k, v):
         # a kernel is compiled for each length, so not for those of generated text; its backward pass adds in any order
         if self.flex and q.is_cuda and q.size(-2) % 128 == 0 and not torch.are_deterministic_algorithms_enabled():
-            return self.attend_flex(q, k, v)
+            return self.flex(self, q, k, v)
         return super().attend(q, k, v)
 
     def attend_flex(self, q, k, v):

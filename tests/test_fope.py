@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention
 
 import fope
 from fope import (
+    KERPLE,
     POSITION_EMBEDDINGS,
     ALiBi,
     FoPE,
@@ -378,8 +379,8 @@ def test_kerple_by_flexattention_is_the_same(monkeypatch):
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *qkv: None)
         pos.flex_attention = flex_attention.flex_attention
     inputs = [qkv, *pos.parameters()]
-    for attend in (pos.attend_flex, pos.attend):
-        y, explicit = attend(*qkv), softmax_attention(pos, *qkv)
+    for attend in (KERPLE.attend, pos.flex):
+        y, explicit = attend(pos, *qkv), softmax_attention(pos, *qkv)
         torch.testing.assert_close(y, explicit, atol=2e-5, rtol=1e-4)
         gradients = torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(explicit.square().sum(), inputs)
         for a, b in zip(*gradients, strict=True):
