@@ -28,9 +28,10 @@ start=$SECONDS
 
 prepare_data
 for ((seed = 0; seed < seeds; seed++)); do
-    for pos in nope alibi rope fope; do
-        model perplexity "${pos}_s$seed" "" --pos "$pos" --seed "$seed"
-        model passkey "${pos}_s$seed" "" --pos "$pos" --seed "$seed"
+    for kind in passkey perplexity; do # the longer jobs first: then no core is idle for long at the end
+        for pos in nope alibi rope fope; do
+            model "$kind" "${pos}_s$seed" "" --pos "$pos" --seed "$seed"
+        done
     done
 done
 wait_for_all
