@@ -12,12 +12,6 @@ out=runs_out/$size
 . "$(dirname "$0")/common.sh"
 
 prepare_data
-for ((seed = 0; seed < seeds; seed++)); do
-    for kind in passkey perplexity; do # the longer jobs first: then no core is idle for long at the end
-        for pos in nope alibi rope fope kerple fire rope_a; do
-            model "$kind" "${pos}_s$seed" "" --pos "$pos" --seed "$seed"
-        done
-    done
-done
+plain_models nope alibi rope fope kerple fire rope_a
 wait_for_all
 draw baselines {nope,alibi,rope,fope,kerple,fire,rope_a}_s[0-9]*_{perplexity,passkey}

@@ -2,6 +2,7 @@
 # core at once, and skips what is finished.
 #
 #   model KIND NAME LABEL [flags of train.py]     train and evaluate; LABEL "" names it by its position embedding
+#   plain_models POS...                           a model of both kinds and every seed for each embedding, as it is
 #   again KIND NAME LABEL RUN [flags]             evaluate the model of NAME `RUN` once more, with flags of the evaluation
 #   wait_for_all                                  until all is finished; stops the script where something failed
 #   draw FOLDER NAME_KIND... [--loss]             figures and table of these results, into $out/FOLDER
@@ -156,6 +157,15 @@ in_background() { # function, kind, name, ...: one more job, as soon as a core i
 
 model() { in_background train_and_evaluate "$@"; }
 again() { in_background evaluate "$@"; }
+
+plain_models() { # embeddings
+    local seed kind pos
+    for ((seed = 0; seed < seeds; seed++)); do
+        for kind in passkey perplexity; do # the longer jobs first: then no core is idle for long at the end
+            for pos in "$@"; do model "$kind" "${pos}_s$seed" "" --pos "$pos" --seed "$seed"; done
+        done
+    done
+}
 
 wait_for_all() {
     local name

@@ -27,13 +27,7 @@ start=$SECONDS
 . "$(dirname "$0")/common.sh"
 
 prepare_data
-for ((seed = 0; seed < seeds; seed++)); do
-    for kind in passkey perplexity; do # the longer jobs first: then no core is idle for long at the end
-        for pos in nope alibi rope fope; do
-            model "$kind" "${pos}_s$seed" "" --pos "$pos" --seed "$seed"
-        done
-    done
-done
+plain_models nope alibi rope fope
 wait_for_all
 
 draw results {nope,alibi,rope,fope}_s[0-9]*_{perplexity,passkey}
