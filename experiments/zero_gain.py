@@ -2,7 +2,7 @@
 How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
 
     python experiments/zero_gain.py --kind perplexity                       about 60 minutes on 2 slow cores, 5 seeds
-    python experiments/zero_gain.py --kind passkey                          about 3.5 hours, 5 seeds
+    python experiments/zero_gain.py --kind passkey                          about 2 hours, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
 sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
@@ -86,7 +86,7 @@ RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its comma
     ),
     "passkey": (
         "bpe:2048",
-        ["--tokens=2560000", "--batch_size=4", "--lr=1e-3", "--eval_tokens=4096", "--passkey_frac=1"],
+        ["--tokens=1280000", "--batch_size=4", "--lr=1e-3", "--eval_tokens=4096", "--passkey_frac=1"],
         ["--trials=200"],
         eval_passkey.main,
         ("token_accuracy", "share of digits", (2, 4)),  # all are right at 1x, and few models find anything at 16x

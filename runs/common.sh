@@ -31,18 +31,19 @@ fi
 case $size in
     tiny | quick)
         tiny=(--preset tiny --train_len 128 --device cpu)
-        train_perplexity=(--data "$out/data/bytes" "${tiny[@]}" --n_head 2 --batch_size 8 --lr 2e-3 --tokens 819200)
-        train_passkey=(--data "$out/data/bpe" "${tiny[@]}" --passkey_frac 1 --batch_size 4 --lr 1e-3 --tokens 2560000)
-        train_perplexity+=(--eval_tokens 8192) train_passkey+=(--eval_tokens 4096)
+        train_perplexity=(--data "$out/data/bytes" "${tiny[@]}" --n_head 2 --batch_size 8 --lr 2e-3 --eval_tokens 8192)
+        train_passkey=(--data "$out/data/bpe" "${tiny[@]}" --passkey_frac 1 --batch_size 4 --lr 1e-3 --eval_tokens 4096)
         eval_perplexity=(--max_tokens 81921 --device cpu)
         eval_passkey=(--trials 200 --device cpu)
         above_the_floor=11 # of the 32 frequencies of a head_dim of 64, at a training length of 128
+        tokens=(819200 1280000) # of a model that learns text, of one that learns passkeys
         twice_as_long=(--train_len 256 --tokens 204800)
         if [ "$size" = quick ]; then
-            train_perplexity+=(--tokens 30000) train_passkey+=(--tokens 30000)
+            tokens=(30000 30000)
             eval_perplexity+=(--max_tokens 16400) eval_passkey+=(--trials 16)
             twice_as_long=(--train_len 256 --tokens 10000)
         fi
+        train_perplexity+=(--tokens "${tokens[0]}") train_passkey+=(--tokens "${tokens[1]}")
         # One model per core beats one model on all cores: a model this small does not keep two of them busy.
         cores=$(getconf _NPROCESSORS_ONLN)
         at_once=$((cores < 4 ? cores : 4))
@@ -50,13 +51,14 @@ case $size in
         ;;
     20M | 60M)
         # As in the paper, one model: passkeys are asked of the one that was trained on text alone.
-        train_perplexity=(--data data/c4 --preset "$size" --tokens "${TOKENS:-10000000000}" --device cuda --compile)
+        tokens=("${TOKENS:-10000000000}")
+        train_perplexity=(--data data/c4 --preset "$size" --tokens "${tokens[0]}" --device cuda --compile)
         train_passkey=()
         eval_perplexity=(--device cuda)
         eval_passkey=(--trials 1000 --device cuda)
         at_once=1
         above_the_floor=16
-        twice_as_long=(--train_len 1024 --tokens $((${TOKENS:-10000000000} / 4)))
+        twice_as_long=(--train_len 1024 --tokens $((tokens[0] / 4)))
         ;;
     *)
         echo "error: SIZE must be tiny, 20M or 60M, not $size" >&2
@@ -65,9 +67,9 @@ case $size in
 esac
 
 mkdir -p "$out/results" "$out/logs"
-run="$size${TOKENS:+, $TOKENS tokens}"
+run="$size, ${tokens[*]} tokens"
 if [ "$(cat "$out/size" 2>/dev/null || echo "$run")" != "$run" ]; then
-    echo "error: $out holds a run of ($(cat "$out/size")), not of ($run); choose another folder" >&2
+    echo "error: $out holds a run of ($(cat "$out/size")), not of ($run); move it away" >&2
     exit 1
 fi
 echo "$run" >"$out/size"
