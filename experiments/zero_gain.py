@@ -79,7 +79,7 @@ MODEL = ["--preset=tiny", "--train_len=128", "--device=cpu"]
 RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its command, what to compare, its unit, drawn multiples)
     "perplexity": (
         "byte",
-        ["--tokens=819200", "--batch_size=8", "--lr=2e-3", "--eval_tokens=8192", "--n_head=2"],
+        ["--tokens=614400", "--batch_size=8", "--lr=2e-3", "--eval_tokens=8192", "--n_head=2"],
         ["--max_tokens=81921"],
         eval_perplexity.main,
         ("loss", "nats per byte", (1, 16)),

@@ -36,8 +36,8 @@ case $size in
         eval_perplexity=(--max_tokens 81921 --device cpu)
         eval_passkey=(--trials 200 --device cpu)
         above_the_floor=11 # of the 32 frequencies of a head_dim of 64, at a training length of 128
-        tokens=(819200 1280000) # of a model that learns text, of one that learns passkeys
-        twice_as_long=(--train_len 256 --tokens 204800)
+        tokens=(614400 1280000) # of a model that learns text, of one that learns passkeys
+        twice_as_long=(--train_len 256 --tokens 153600)
         if [ "$size" = quick ]; then
             tokens=(30000 30000)
             eval_perplexity+=(--max_tokens 16400) eval_passkey+=(--trials 16)

@@ -217,7 +217,7 @@ def test_the_tour_runs_and_is_committed_with_its_outputs(tmp_path):
     assert len(pictures) >= 5 and [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not any(out.get("name") == "stderr" for cell in code for out in cell.outputs)
     for cell in code:
-        for ours, small in (("runs_out/tiny", str(tmp_path)), ("819200", "2048"), ("16 * 2048", "2048")):
+        for ours, small in (("runs_out/tiny", str(tmp_path)), ("614400", "2048"), ("16 * 2048", "2048")):
             cell.source = cell.source.replace(ours, small)
     resources = {"metadata": {"path": str(ROOT / "experiments")}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
