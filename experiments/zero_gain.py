@@ -87,7 +87,7 @@ RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its comma
     "passkey": (
         "bpe:2048",
         ["--tokens=1280000", "--batch_size=4", "--lr=1e-3", "--eval_tokens=4096", "--passkey_frac=1"],
-        ["--trials=200"],
+        ["--trials=100"],
         eval_passkey.main,
         ("token_accuracy", "share of digits", (2, 4)),  # all are right at 1x, and few models find anything at 16x
     ),

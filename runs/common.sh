@@ -34,7 +34,7 @@ case $size in
         train_perplexity=(--data "$out/data/bytes" "${tiny[@]}" --n_head 2 --batch_size 8 --lr 2e-3 --eval_tokens 8192)
         train_passkey=(--data "$out/data/bpe" "${tiny[@]}" --passkey_frac 1 --batch_size 4 --lr 1e-3 --eval_tokens 4096)
         eval_perplexity=(--max_tokens 81921 --device cpu)
-        eval_passkey=(--trials 200 --device cpu)
+        eval_passkey=(--trials 100 --device cpu)
         above_the_floor=11 # of the 32 frequencies of a head_dim of 64, at a training length of 128
         tokens=(614400 1280000) # of a model that learns text, of one that learns passkeys
         twice_as_long=(--train_len 256 --tokens 153600)
