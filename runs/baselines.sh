@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's figure 1 with all seven position embeddings: perplexity and passkeys at 1x to 16x the training length.
 #
-#   bash runs/baselines.sh                tiny models on a CPU: 75 to 95 minutes on 2 slow cores, for 3 seeds
+#   bash runs/baselines.sh                tiny models on a CPU: about 60 minutes on 2 slow cores, for 3 seeds
 #   SIZE=20M bash runs/baselines.sh       the paper's 20M (or 60M) models on one GPU, from data/c4 (see the README for the hours)
 #
 # NoPE, ALiBi, RoPE, FoPE, KERPLE, FIRE and RoPE-A.

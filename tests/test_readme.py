@@ -43,18 +43,18 @@ def test_what_a_seed_is_worth():
     for pos in ("nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"):
         for seed in (0, 1):
             name = f"{pos}_s{seed}_perplexity"
-            curves = (read_json(ROOT / f"results/{folder}/{name}.json")["curve"] for folder in ("baselines", "repeated"))
+            curves = (read_json(ROOT / f"results/repeated/{folder}/{name}.json")["curve"] for folder in ("once", "again"))
             for _, (before, after) in zip(range(10), zip(*curves, strict=True), strict=False):  # one for each 10 steps
                 assert abs(before[1] - after[1]) < 1.01e-4
-            pairs = zip(lengths("baselines", name), lengths("repeated", name), strict=True)
+            pairs = zip(lengths("repeated/once", name), lengths("repeated/again", name), strict=True)
             changes = [abs(after["perplexity"] / before["perplexity"] - 1) for before, after in pairs]
             assert changes[0] < 0.005 and max(changes) < (0.054 if pos in ("rope", "fope", "rope_a") else 1e-4)
 
     ten = {}
     for pos, gain in (("rope", "rope_g1"), ("fope", "fope_g2")):
-        runs = [lengths("demo", f"{pos}_s{seed}_passkey") for seed in range(3)]
+        runs = [lengths("repeated/once", f"{pos}_s{seed}_passkey") for seed in range(3)]
         runs += [lengths("zero_gain", f"{gain}_s{seed}_passkey") for seed in range(5)]
-        runs += [lengths("repeated", f"{pos}_s{seed}_passkey") for seed in range(2)]
+        runs += [lengths("repeated/again", f"{pos}_s{seed}_passkey") for seed in range(2)]
         ten[pos] = np.array([[100 * run[2]["token_accuracy"], 100 * run[1]["accuracy"]] for run in runs])
         assert len(ten[pos]) == 10
     (rope, rope_keys), (fope, fope_keys) = ten["rope"].T, ten["fope"].T
