@@ -131,6 +131,14 @@ def test_presets_have_the_papers_sizes(name, millions):
     assert GPTConfig.preset("180M").pos_args == {"sigma": 0.4} and GPTConfig.preset("60M").pos_args == {}
 
 
+@pytest.mark.parametrize("name, std", [("tiny", 0.05), ("20M", 0.02)])
+def test_weights_start_normal_and_cut_off(name, std):
+    model = GPT(GPTConfig.preset(name, pos="rope", vocab_size=2048))
+    for weight in (model.embed.weight, model.head.weight, model.blocks[-1].attn.qkv.weight, model.blocks[0].mlp.down.weight):
+        assert weight.abs().max() <= 3 * std
+        assert weight.std().item() == pytest.approx(0.987 * std, rel=0.01)  # a normal cut off at 3 loses 1.3 % of its std
+
+
 def test_weights_depend_on_the_seed_alone():
     """Methods are compared at equal initial weights, however much randomness an embedding uses itself."""
     torch.manual_seed(1)
