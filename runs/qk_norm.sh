@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's table 2: does normalising queries and keys, or aligning frequencies, help to read further? Loss in nats.
 #
-#   bash runs/qk_norm.sh                tiny models on a CPU: about 25 minutes on 2 slow cores, for 3 seeds
+#   bash runs/qk_norm.sh                tiny models on a CPU: about 20 minutes on 2 slow cores, for 3 seeds
 #   SIZE=20M bash runs/qk_norm.sh       the paper's 20M (or 60M) models on one GPU, from data/c4 (see the README for the hours)
 #
 # RoPE, RoPE-A and NoPE, each without and with QK-norm, and FoPE, which the paper's table leaves out.
