@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The paper's figure 6: which part of FoPE does it, how much noise, how many frequencies; and the shape of the model.
 #
-#   bash runs/ablations.sh                tiny models on a CPU: about 80 minutes on 2 slow cores, for 3 seeds
+#   bash runs/ablations.sh                tiny models on a CPU: about 60 minutes on 2 slow cores, for 3 seeds
 #   SIZE=20M bash runs/ablations.sh       the paper's 20M (or 60M) models on one GPU, from data/c4 (see the README for the hours)
 #
 # Perplexity alone. Shapes have about equal parameters: head_dim against heads against layers.
