@@ -12,6 +12,9 @@ padding is a gain g on that share, g = 1 or g = 2, and nothing forbids others. H
     fope, CF    without noise (sigma 0)
     rope        the same dimensions of RoPE, which still turn: is it the zero frequency, or merely the scale?
 
+Which g is best may depend on the weights at the start, since q and k grow with them: --init_std 0.02 instead of the tiny
+preset's 0.05 starts with logits a sixth as large. And --gains 0.5 1 2 4 8 looks on the other side of 1.
+
 Models and budgets are those of runs/demo.sh; every g starts from the same weights and reads the same data in the same
 order as g = 1 with that seed, so differences are paired. Look at: the difference to g = 1, with its standard error over
 the seeds, at 1x and 16x for perplexity, at 2x and 4x for passkeys. Run again, it skips what is finished and continues what
@@ -37,7 +40,7 @@ import eval_perplexity  # noqa: E402
 import prepare_data  # noqa: E402
 import train  # noqa: E402
 from fope import POSITION_EMBEDDINGS, FoPE, RoPE  # noqa: E402
-from model import read_json, write_json  # noqa: E402
+from model import INIT_STD, read_json, write_json  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -94,33 +97,46 @@ RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its comma
 }
 
 
+def file_stem(kind, init_std):
+    return kind + (f"_std{init_std:g}" if init_std else "")
+
+
 def train_and_evaluate(job):
     """One model, unless its result is there. Runs in a process of its own, with one thread and a log."""
-    out, kind, method, gain, seed = job
+    out, kind, init_std, method, gain, seed = job
     pos, keywords, _ = METHODS[method]
     tokenizer, train_flags, eval_flags, evaluate, _ = RECIPES[kind]
-    name = f"{method.replace(', ', '_').replace(' ', '_')}_g{gain}_s{seed}_{kind}".lower()
+    name = f"{method.replace(', ', '_').replace(' ', '_')}_g{gain:g}_s{seed}_{file_stem(kind, init_std)}".lower()
     result, run = out / f"{name}.json", out / "runs" / name
     if not result.exists():
         torch.set_num_threads(1)
+        if init_std:
+            INIT_STD["tiny"] = init_std
         run.mkdir(parents=True, exist_ok=True)
         with open(run / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
-            flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain}", *keywords]
+            flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain:g}", *keywords]
             resume = ["--resume"] if (run / "checkpoint.pt").exists() else []
             train.main([*data, *flags, "--out", str(run), *resume])
-            evaluate([str(run), *eval_flags, "--device=cpu", "--label", f"{method}, g = {gain}", "--out", str(result)])
+            evaluate([str(run), *eval_flags, "--device=cpu", "--label", f"{method}, g = {gain:g}", "--out", str(result)])
     return result
 
 
-def summarise(out, kind, results):
+def summarise(out, kind, init_std, results):
     """
     The results {(method, gain, seed): json} as means over the seeds and paired differences to g = 1: on the screen, as a
     figure, and with the raw values in a json file.
     """
     methods, gains = ([*dict.fromkeys(key[i] for key in results)] for i in (0, 1))
+    one = gains.index(1)
     measure, unit, multiples = RECIPES[kind][-1]
-    summary = {"kind": kind, "measure": measure, "unit": unit, **eval_perplexity.provenance(torch.device("cpu"))}
+    summary = {
+        "kind": kind,
+        "init_std": init_std or INIT_STD["tiny"],
+        "measure": measure,
+        "unit": unit,
+        **eval_perplexity.provenance(torch.device("cpu")),
+    }
     fig, axes = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained", sharex=True)
     for method in methods:
         colour = METHODS[method][2]
@@ -128,7 +144,7 @@ def summarise(out, kind, results):
         lengths = sorted(by_gain[1][0], key=int)
         values = np.array([[[row[n][measure] for n in lengths] for row in by_gain[g]] for g in gains])  # (gain, seed, length)
         n_seeds = values.shape[1]
-        difference = values - values[:1]
+        difference = values - values[one]
         error = difference.std(axis=1, ddof=1) / math.sqrt(n_seeds)
         summary[method] = {
             "gains": gains,
@@ -139,9 +155,10 @@ def summarise(out, kind, results):
         }
         print(f"\n{method}: {measure} at g = 1, then the difference to it ± its standard error, {n_seeds} seeds")
         print(f"{'g':>4}" + "".join(f"{n:>18}" for n in lengths))
-        print(f"{1:>4}" + "".join(f"{v:>18.3f}" for v in values[0].mean(axis=0)))
-        for g, d, e in list(zip(gains, difference.mean(axis=1), error, strict=True))[1:]:
-            print(f"{g:>4}" + "".join(f"{a:>+11.3f} ± {b:.3f}" for a, b in zip(d, e, strict=True)))
+        print(f"{1:>4}" + "".join(f"{v:>18.3f}" for v in values[one].mean(axis=0)))
+        for g, d, e in zip(gains, difference.mean(axis=1), error, strict=True):
+            if g != 1:
+                print(f"{g:>4g}" + "".join(f"{a:>+11.3f} ± {b:.3f}" for a, b in zip(d, e, strict=True)))
         for ax, multiple in zip(axes, multiples, strict=True):
             column = lengths.index(str(multiple * int(lengths[0])))  # the first is the training length
             x = np.array(gains) * (1 + 0.03 * methods.index(method))
@@ -160,38 +177,44 @@ def summarise(out, kind, results):
     better = "lower" if kind == "perplexity" else "higher"
     axes[0].set_ylabel(f"difference to g = 1 ({unit}, {better} is better)")
     axes[0].legend(frameon=False)
-    fig.savefig(out / f"{kind}.png", dpi=160)
-    fig.savefig(out / f"{kind}.svg", metadata={"Date": None})
-    write_json(out / f"summary_{kind}.json", summary)
-    print(f"\nwrote {out / kind}.png")
+    stem = file_stem(kind, init_std)
+    fig.savefig(out / f"{stem}.png", dpi=160)
+    fig.savefig(out / f"{stem}.svg", metadata={"Date": None})
+    write_json(out / f"summary_{stem}.json", summary)
+    print(f"\nwrote {out / stem}.png")
 
 
 def main(argv=None):
     parser = prepare_data.ArgumentParser(__doc__)
     parser.add_argument("--kind", choices=RECIPES, default="perplexity", help="what is measured")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--gains", type=int, nargs="+", default=[1, 2, 4, 8], help="of which the first is 1")
+    parser.add_argument(
+        "--gains", type=float, nargs="+", default=[1, 2, 4, 8], help="one is 1, which the others are compared with"
+    )
+    parser.add_argument("--init_std", type=float, help="standard deviation of the weights at the start (default: the preset's)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", default="runs_out/zero_gain", help="folder for the models, json files and figures")
     args = parser.parse_args(argv)
     if args.seeds < 2:
         raise ValueError("--seeds must be at least 2: a difference says nothing without its standard error")
-    if args.gains[0] != 1 or min(args.gains) < 1:
-        raise ValueError("--gains must start with 1, which the others are compared with, and be positive")
+    if 1 not in args.gains or not all(0 < g < math.inf for g in args.gains):
+        raise ValueError("--gains must be positive numbers, one of them 1, which the others are compared with")
+    if args.init_std is not None and not 0 < args.init_std < 1:
+        raise ValueError(f"--init_std must be between 0 and 1, not {args.init_std:g}")
     for name in ("gains", "methods"):
         if len(set(getattr(args, name))) < len(getattr(args, name)):
             raise ValueError(f"--{name} names something twice")
     out = Path(args.out)
     tokenizer = RECIPES[args.kind][0]
     prepare_data.main(["--source=sotu", f"--tokenizer={tokenizer}", "--out", str(out / "data" / tokenizer.replace(":", ""))])
-    keys = [(method, gain, seed) for seed in range(args.seeds) for method in args.methods for gain in args.gains]
-    jobs = [(out, args.kind, *key) for key in keys]
+    keys = [(method, gain, seed) for seed in range(args.seeds) for method in args.methods for gain in sorted(args.gains)]
+    jobs = [(out, args.kind, args.init_std, *key) for key in keys]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         paths = []
         for path in pool.imap(train_and_evaluate, jobs):
             paths.append(path)
             print(f"{len(paths)} of {len(jobs)}: {path}", flush=True)
-    summarise(out, args.kind, {key: read_json(path) for key, path in zip(keys, paths, strict=True)})
+    summarise(out, args.kind, args.init_std, {key: read_json(path) for key, path in zip(keys, paths, strict=True)})
 
 
 if __name__ == "__main__":
