@@ -1,7 +1,7 @@
 """
 How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
 
-    python experiments/zero_gain.py --kind perplexity                       about 45 minutes on 2 slow cores, 5 seeds
+    python experiments/zero_gain.py --kind perplexity                       about 50 minutes on 2 slow cores, 5 seeds
     python experiments/zero_gain.py --kind passkey                          about 2 hours, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
