@@ -209,7 +209,7 @@ def evaluate_lengths(args, kind, evaluate, model, about, **more):
         "kind": kind,
         "label": args.label,
         **{name: getattr(config, name) for name in ("pos", "pos_args", "train_len", "seed")},
-        "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "qk_norm")},
+        "model": {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "init_std", "qk_norm")},
         "tokenizer": about["tokenizer"],
         "training": about["training"],
         **provenance(next(model.parameters()).device),
