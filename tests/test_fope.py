@@ -2,6 +2,7 @@
 
 import cmath
 import math
+import shutil
 
 import pytest
 import torch
@@ -385,6 +386,15 @@ def test_kerple_by_flexattention_is_the_same(monkeypatch):
         gradients = torch.autograd.grad(y.square().sum(), inputs), torch.autograd.grad(explicit.square().sum(), inputs)
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_kerple_by_the_compiled_flexattention_is_the_same():
+    """The kernel that torch's compiler makes of the bias: for a CPU, too, it has the forward pass."""
+    if not (shutil.which("g++") or shutil.which("clang++")) or "AVX" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("compiling FlexAttention for a CPU needs a C++ compiler and AVX2")
+    pos, qkv = make("kerple", flex=True), draw(256)
+    torch.testing.assert_close(pos.flex(pos, *qkv), softmax_attention(pos, *qkv), atol=2e-5, rtol=1e-4)
 
 
 # --- another embedding for trained weights
