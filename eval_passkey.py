@@ -70,7 +70,7 @@ class PasskeyTask:
 def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progress=None):
     """
     The results of `trials` passkey trials of `length` tokens: a dict with exact-match accuracy and its 95 % interval, the
-    share of answer tokens right, the answer's mean NLL in nats per token, and both by depth.
+    share of answer tokens right, both by depth, too, and the answer's mean NLL in nats per token.
 
     Greedy decoding gives the answer if and only if every answer token is the arg-max given the true prefix: up to the
     first wrong token both have read the same. So one forward pass decides a trial, and at the same time shows how many of

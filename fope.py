@@ -216,14 +216,14 @@ class FoPE(RoPE):
 
         cos_table[h, t, k] = sum_d cos(t w_d) cos_coef[h, d, k]          and the same with sin
 
-    freqs (D,): the RoPE frequencies above the floor, largest first, and up to n_freq further ones, uniform in [0, pi].
+    freqs (D,): the RoPE frequencies above the floor, largest first, then random ones, uniform in [0, pi], up to n_freq in all.
     cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, never trained, saved with the model.
 
     variant="released" is the authors' code, from which the paper's numbers come; "paper" is the equations to the letter:
 
                               "released"                                      "paper"
         outputs K             min(frequencies above the floor, head_dim/4)    all frequencies above the floor
-        noise of the coef.    xavier normal, gain sigma (std 0.02 at 60M)     N(0, sigma^2)
+        noise of the coef.    xavier normal, gain sigma (0.02 at D = 16)      N(0, sigma^2)
         weight 1 sits at      d = k; where the cap bites, every 2nd or 3rd    d = k
         dims below the floor  cos 1, sin 1                                    cos 1, sin 0
 

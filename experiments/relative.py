@@ -4,8 +4,8 @@ Is the score a function of the distance i - j alone?
     python experiments/relative.py        5 seconds
 
 RoPE turns query and key by e^{i w n} (Eq. 2), so their product knows only i - j (Eq. 3). FoPE turns them by a Fourier series
-with one set of random weights for the cosines and another for the sines, and the product of two such series is not a series
-in i - j. Here the same content stands at every position, and S(i, j) is split into its mean over all pairs of one distance
+each, and the product of two series has terms of two frequencies, w_a i - w_b j; besides, cosines and sines have random weights
+of their own. Here the same content stands at every position, and S(i, j) is split into its mean over all pairs of one distance
 and the rest. Look at: how much is the rest, as a share of S's standard deviation, against sigma, for both variants.
 
 What it means for the claim of periodic extension (section 3): with sigma > 0 the score is periodic, or nearly, in i and in

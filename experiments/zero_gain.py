@@ -1,19 +1,20 @@
 """
 How much should the dimensions under FoPE's floor weigh? An ablation of the padding that the paper's sources disagree on.
 
-    python experiments/zero_gain.py --kind perplexity                       about 50 minutes on 2 slow cores, 5 seeds
+    python experiments/zero_gain.py                                         about 50 minutes on 2 slow cores, 5 seeds
+    python experiments/zero_gain.py --gains 0.5 1 2 4 8                     13 minutes more: the figure in the README
     python experiments/zero_gain.py --kind passkey                          about 2 hours, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
 sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
 padding is a gain g on that share, g = 1 or g = 2, and nothing forbids others. Here g is 1, 2, 4 and 8, by sqrt(g) on q and k:
 
-    fope        with the Fourier noise of the released code
-    fope, CF    without noise (sigma 0)
-    rope        the same dimensions of RoPE, which still turn: is it the zero frequency, or merely the scale?
+    FoPE              with the Fourier noise of the released code
+    FoPE, CF alone    without noise (sigma 0)
+    RoPE              the same dimensions of RoPE, which still turn: is it the zero frequency, or merely the scale?
 
 Which g is best may depend on the weights at the start, since q and k grow with them: --init_std 0.02 instead of the tiny
-preset's 0.05 starts with logits a sixth as large. And --gains 0.5 1 2 4 8 looks on the other side of 1.
+preset's 0.05 starts with logits a sixth as large.
 
 Models and budgets are those of runs/demo.sh; every g starts from the same weights and reads the same data in the same
 order as g = 1 with that seed, so differences are paired. Look at: the difference to g = 1, with its standard error over

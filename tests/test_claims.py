@@ -81,6 +81,8 @@ def test_demo():
         says(f"RoPE still has {rd[X4]:.0f} % right at four times that length and FoPE {fd[X4]:.0f} %")
         says("more than RoPE with each seed")
     with section("How to read them:", "\nThen read") as says:
+        says("± is the standard deviation over seeds in tables and figures, and a standard error where a difference is given")
+        says("*With each seed* means")
         says("1.2 minutes a model")
         says(f"({r[X1]:.2f} against {f[X1]:.2f}, with each seed)")
         says(f"has grown by {100 * growth(fope) - 100:.0f} % at 16x")
@@ -190,7 +192,7 @@ def test_qk_norm():
         says(f"RoPE with QK-norm fits better ({rqk[X1]:.2f} against {f[X1]:.2f}) and is ahead up to 4x, behind from 8x")
         says(f"(at 16x {rqk[X16]:.2f} against {f[X16]:.2f}), all with each seed")
         assert (fope_qk < fope)[:, :X16].all() and (fope_qk > fope)[:, X16].all() and (fope_qk < rope_qk)[:, X8:].all()
-        says("FoPE gains from QK-norm up to 8x and loses at 16x, with each seed, and is then ahead of RoPE with it from 8x")
+        says("FoPE gains from QK-norm up to 8x and loses at 16x, with each seed; with it on both, FoPE is ahead from 8x")
 
 
 def test_halves_and_hyper_parameters():
@@ -206,7 +208,8 @@ def test_halves_and_hyper_parameters():
         says("reproduced past 1x, with each seed: ")
         says(f"at 16x {r[X16]:.1f} for RoPE, {s[X16]:.1f} with the series, {c[X16]:.1f} with the floor, {f[X16]:.1f} with both")
         assert (cf > rope)[:, X1].all() and undecided(fs, rope)[X1]
-        says(f"At 1x it costs {c[X1] - r[X1]:.1f} with each seed, the series nothing")
+        costs = (cf - rope)[:, X1]
+        says(f"At 1x it costs {costs.mean():.1f} ({costs.min():.2f} to {costs.max():.2f} with each seed), the series nothing")
         says(f"with the equations' padding and no noise, 1x is {e[X1]:.2f}, RoPE's {r[X1]:.2f}")
         says("sigma 0.3 is best at 60M")  # the paper's
         assert undecided(fope, sigma_4)[X16] and undecided(fope, sigma_5)[X16] and undecided(sigma_4, sigma_5)[X16]
@@ -235,7 +238,8 @@ def test_halves_and_hyper_parameters():
         says(fit)
         small, large = (sigma * math.sqrt(2 / (11 * (11 + 2))) for sigma in (0.1, 0.5))  # FoPE.draw_noise: D = K = 11, 2 heads
         says(f"sigma of 0.1 to 0.5 is a standard deviation of {small:.3f} to {large:.3f}")
-        says(f"The equations' 0.1 is no different from where that row ends ({e1[X16]:.2f} at 16x, {e1[X1]:.2f} at 1x)")
+        numbers = f"{e1[X16]:.2f} and {s5[X16]:.2f} at 16x, {e1[X1]:.2f} and {s5[X1]:.2f} at 1x"
+        says(f"The equations' 0.1 does as well as the released 0.5 ({numbers})")
         assert (equations_3 > fope)[:, [X1, X16]].all()
         says(f"their 0.3, the paper's number taken literally, costs fit ({e3[X1]:.2f}) and length ({e3[X16]:.2f})")
         shapes = [(4, 2, 128), (4, 4, 128), (4, 1, 128), (2, 3, 192), (7, 2, 96)]
@@ -245,14 +249,16 @@ def test_halves_and_hyper_parameters():
 
 
 def test_reading_further():
-    rope, yarn, warm, fope, fope_yarn = perplexity("extrapolate", "rope", "rope_yarn4", "rope_warm", "fope", "fope_yarn4")
-    r, y, w, f, fy = mean(rope, yarn, warm, fope, fope_yarn)
+    rope, yarn, warm, fope = perplexity("extrapolate", "rope", "rope_yarn4", "rope_warm", "fope")
+    fope_yarn, fope_yarn_16 = perplexity("extrapolate", "fope_yarn4", "fope_yarn16")
+    r, y, w, f = mean(rope, yarn, warm, fope)
     with section("### Reading further than the training length") as says:
         assert max(y[:X8]) - min(y[:X8]) < 0.03 and y[X16] > 2 * y[X4]
-        says(f"RoPE is flat up to 512, for {y[X1] - r[X1]:.1f} at the training length, and breaks beyond")
+        says(f"RoPE is flat up to 512, at a cost of {y[X1] - r[X1]:.1f} at the training length, and breaks beyond")
         assert (fope < yarn)[:, X1].all() and (fope > yarn)[:, X4].all() and (fope < yarn)[:, X8:].all()
         says(f"gains {y[X1] - f[X1]:.1f} at 1x, loses {f[X4] - y[X4]:.1f} at 4x and is far better beyond, each with every seed")
-        assert (fope_yarn > fope)[:, X8:].all() and max(abs(w / y - 1)) < 0.02 and max(abs(fy / f - 1)[: X4 + 1]) < 0.04
+        assert (fope_yarn_16 > fope).all() and (fope_yarn > fope)[:, [X1, X8, X16]].all() and max(abs(w / y - 1)) < 0.02
+        says("stretched 16 times it is worse at every length, stretched four times at 1x and from 8x, with each seed")
         names = ("rope_rope", "rope_yarn", "rope_fope", "fope_fope", "fope_yarn")
         rope_rope, rope_yarn, rope_fope, fope_fope, fope_yarn = perplexity("continued", *names)
         rr, ry, rf, ff, fy = (v[X16] for v in mean(rope_rope, rope_yarn, rope_fope, fope_fope, fope_yarn))
@@ -263,8 +269,10 @@ def test_reading_further():
         says(f"reproduced: {fy:.2f} against {ry:.1f} at 16x, with each seed")
         assert (rope_rope < rope_yarn)[:, X2:].all()
         says(f"better than RoPE + YaRN at every length past the new one, {rr:.1f} against {ry:.1f} at 16x, with each seed")
+        assert (fope_fope < rope_rope)[:, X4:].all()
+        says("FoPE to FoPE is ahead of this one, too, from 4x on with each seed")
         assert (rope_fope < fope_fope)[:, X16].all() and undecided(rope_fope, fope_fope)[:X16].all()
-        says(f"{rf:.2f} at 16x against {ff:.2f} for FoPE from the start, with each seed. Up to 8x the two do not differ")
+        says(f"{rf:.2f} at 16x against {ff:.2f} for FoPE from the start, with each seed. Up to 8x the two are not told apart")
 
 
 def test_gain_of_the_dimensions_under_the_floor():

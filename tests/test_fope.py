@@ -153,7 +153,7 @@ def test_alibi_stays_linear_in_bf16_at_8192():
 
 
 def fope_by_hand(pos, x, t, h):
-    """One vector x of head h at position t, rotated by Eq. 9-11 with explicit sums over the frequencies."""
+    """One vector x of head h at position t, rotated by Eq. 11-13 with explicit sums over the frequencies."""
     M, (D, K) = pos.head_dim // 2, pos.cos_coef.shape[1:]
     y = [0.0] * (2 * M)
     for m in range(M):
