@@ -101,12 +101,20 @@ def part_of_key(results):
 
 
 def styles(labels):
-    """{label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones for everything else."""
+    """
+    {label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones for everything else: one for
+    the same change to two embeddings ("RoPE, YaRN x4" and "FoPE, YaRN x4"), the second dashed.
+    """
     fixed = {name: {"color": colour, "marker": marker} for name, colour, marker in STYLES.values()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = itertools.cycle([{"color": colour, "marker": marker} for colour, marker in MORE_STYLES if colour not in used])
-    return {label: fixed.get(label) or next(more) for label in labels}
+    style, change_style = {}, {}
+    for label in labels:
+        change = label.partition(", ")[2] or label
+        style[label] = fixed.get(label) or ({**change_style[change], "ls": "--"} if change in change_style else next(more))
+        change_style.setdefault(change, style[label])
+    return style
 
 
 def seed_stats(results, name):
@@ -138,7 +146,9 @@ def figure_length(results, measure="perplexity"):
     """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [kind for kind in results if results[kind]]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
-    fig, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False, layout="constrained")
+    beside = len(panels) == 1 and len(style) > 6  # so many lines leave no room for the legend
+    width = 5.2 * len(panels) + 2.4 * beside
+    fig, axes = plt.subplots(1, len(panels), figsize=(width, 4.2), squeeze=False, layout="constrained")
     for ax, kind in zip(axes[0], panels, strict=True):
         first = next(iter(results[kind].values()))
         seeds = max(len(rs) for rs in results[kind].values())
@@ -166,7 +176,8 @@ def figure_length(results, measure="perplexity"):
         if ax is axes[0, 0] or list(results[kind]) != list(results[panels[0]]):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
-            ax.legend([unique[label] for label in results[kind]], list(results[kind]), frameon=False)
+            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
+            ax.legend([unique[label] for label in results[kind]], list(results[kind]), frameon=False, **place)
     return fig
 
 
@@ -187,7 +198,9 @@ def figure_depth(by_label):
         ax.set_yticks([-0.5, 4.5, 9.5], ["0 %", "50 %", "100 %"])
         ax.set_xlabel("length (tokens)")
     axes[0, 0].set_ylabel("depth of the key in the filler")
-    fig.colorbar(image, ax=axes[0].tolist(), label="whole key retrieved", fraction=0.05)
+    seeds = max(len(rs) for rs in by_label.values())
+    fig.suptitle(f"Whole keys retrieved, {f'mean of {seeds} seeds' if seeds > 1 else 'one seed'}", fontsize=11)
+    fig.colorbar(image, ax=axes[0].tolist(), fraction=0.05)
     return fig
 
 
