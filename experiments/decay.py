@@ -92,7 +92,7 @@ def main(argv=None):
     )
     left.legend(frameon=False, fontsize=9)
     right.set_ylim(-0.8, 1.1)
-    right.legend(frameon=False, fontsize=9, loc="lower left", ncols=2)
+    right.legend(framealpha=1, edgecolor="none", fontsize=9, loc="lower left", ncols=2)
     for ax in (left, right):
         ax.axvline(N, color=BLACK, lw=0.8, ls=":")
     right.annotate(" training length", (N, 1.03), fontsize=9)

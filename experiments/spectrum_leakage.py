@@ -147,7 +147,7 @@ def main(argv=None):
         f"energy, those under it {100 * misplaced[freqs < floor].mean():.0f} %",
     )  # fmt: skip
     ax.set_ylim(-5, 140)
-    ax.legend(frameon=False, fontsize=9, loc="upper right")
+    ax.legend(framealpha=1, edgecolor="none", fontsize=9, loc="upper right")
     for name, share in (("rest of Eq. 10", rest), ("measured, misplaced", misplaced)):
         parts = [100 * share[which].mean() for which in (freqs >= floor, freqs < floor)]
         print(f"{name}: above the floor {parts[0]:.1f} %, under it {parts[1]:.1f} %")
@@ -164,7 +164,7 @@ def main(argv=None):
         ax, "frequency (cycles in N); dotted: where the tone is", "|X| / N, mean removed",
         "A tone with less than one cycle in the text\nlooks like a tone of another frequency",
     )  # fmt: skip
-    ax.legend(frameon=False, fontsize=9, loc="upper right")
+    ax.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.43, 1))
 
     numbers = {
         "linear": {"bins": bins.tolist(), "own_share_by_dimension": own.round(5).tolist(), "seed": 0},
