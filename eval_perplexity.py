@@ -132,13 +132,18 @@ def parse_lengths(text, train_len):
 
 
 def git_commit():
-    """The commit that the code is at, "-dirty" with uncommitted changes to it; "unknown" outside a git checkout."""
-    here = Path(__file__).parent
+    """
+    The commit that the code is at, "-dirty" with uncommitted changes to anything but results/, where figures and numbers are
+    written; "unknown" outside a git checkout.
+    """
+
+    def git(*args):
+        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True)
+
     try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=here, capture_output=True, text=True
-        )
-        return run.stdout.strip() or "unknown"
+        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+        changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode
+        return commit + "-dirty" * bool(commit and changed) or "unknown"
     except OSError:
         return "unknown"
 

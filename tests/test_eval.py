@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import subprocess
 
 import matplotlib.image
 import numpy as np
@@ -75,6 +76,22 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     assert {"command", "commit", "hardware", "software", "seed", "pos", "train_len"} <= set(result)
     captured = capsys.readouterr()
     assert "length 100,000 is skipped" in captured.err and "64 (2x)" in captured.out
+
+
+def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(eval_perplexity, "__file__", str(tmp_path / "eval_perplexity.py"))
+    assert eval_perplexity.git_commit() == "unknown"
+    (tmp_path / "results").mkdir()
+    for path in (code := tmp_path / "model.py", result := tmp_path / "results/x.json"):
+        path.write_text("1")
+    for args in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm one"):
+        subprocess.run(["git", *args.split()], cwd=tmp_path, check=True)
+    commit = eval_perplexity.git_commit()
+    assert len(commit) == 12
+    result.write_text("2")
+    assert eval_perplexity.git_commit() == commit
+    code.write_text("2")
+    assert eval_perplexity.git_commit() == f"{commit}-dirty"
 
 
 def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, capsys):
