@@ -109,14 +109,20 @@ def train_and_evaluate(job):
     tokenizer, train_flags, eval_flags, evaluate, _ = RECIPES[kind]
     name = f"{method.replace(', ', '_').replace(' ', '_')}_g{gain:g}_s{seed}_{file_stem(kind, init_std)}".lower()
     result, run = out / f"{name}.json", out / "runs" / name
-    if not result.exists():
+    data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
+    flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain:g}", *keywords]
+    if result.exists():
+        recipe, found = vars(train.parse_args([*data, *flags, "--out", str(run)])), read_json(result)
+        same = all(recipe.get(name) in (None, value) for name, value in found["training"].items() if name != "data")
+        start = init_std or INIT_STD["tiny"]
+        if not same or found["model"].get("init_std", start) != start:
+            raise ValueError(f"{result} is the result of another recipe: move it away")
+    else:
         torch.set_num_threads(1)
         if init_std:
             INIT_STD["tiny"] = init_std
         run.mkdir(parents=True, exist_ok=True)
         with open(run / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
-            flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain:g}", *keywords]
             resume = ["--resume"] if (run / "checkpoint.pt").exists() else []
             train.main([*data, *flags, "--out", str(run), *resume])
             evaluate([str(run), *eval_flags, "--device=cpu", "--label", f"{method}, g = {gain:g}", "--out", str(result)])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 
 import matplotlib.image
@@ -224,6 +225,17 @@ def test_the_tour_runs_and_is_committed_with_its_outputs(tmp_path):
     printed = "".join(out.text for cell in code for out in cell.outputs if out.output_type == "stream")
     assert (tmp_path / "runs" / "fope_s0_perplexity" / "checkpoint.pt").exists()
     assert printed.count("perplexity at 128 256 512 1024 2048") == 1 and "FoPE, floor moved" in printed
+
+
+def test_zero_gain_takes_up_no_results_of_another_recipe(tmp_path):
+    import zero_gain
+
+    for folder, kind in (("zero_gain", "perplexity"), ("repeated/zero_gain", "passkey")):
+        shutil.copy(ROOT / f"results/{folder}/rope_g1_s0_{kind}.json", tmp_path)
+    done = zero_gain.train_and_evaluate((tmp_path, "perplexity", None, "RoPE", 1, 0))
+    assert done == tmp_path / "rope_g1_s0_perplexity.json"
+    with pytest.raises(ValueError, match="another recipe"):
+        zero_gain.train_and_evaluate((tmp_path, "passkey", None, "RoPE", 1, 0))
 
 
 def test_zero_gain_is_the_padding_of_the_two_variants():
