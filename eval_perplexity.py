@@ -76,7 +76,7 @@ def evaluation_parser(doc):
 def add_pos_flags(parser):
     add = parser.add_argument
     add("--pos_args", nargs="*", default=[], metavar="K=V", help="keywords of the embedding, such as variant=paper sigma=0.4")
-    add("--yarn_scale", type=float, help="read this many times further: lower the trained frequencies as YaRN does")
+    add("--yarn_scale", type=float, help="read this many times the length that the frequencies were trained at, by YaRN")
     add("--pi_scale", type=float, help="the same, but by position interpolation")
 
 
@@ -96,10 +96,11 @@ def parse_pos_args(args, trained=None):
             keywords[key] = text
     for name in ("yarn_scale", "pi_scale"):
         if (scale := getattr(args, name)) is not None:
+            keywords[name] = scale
+        if name in keywords:
             if trained is None:
                 raise ValueError(f"--{name} lowers the frequencies of a trained model: it needs --init_from")
-            keywords[name] = scale
-            keywords["original_len"] = trained.pos_args.get("original_len", trained.train_len)
+            keywords.setdefault("original_len", trained.pos_args.get("original_len", trained.train_len))
     return keywords
 
 

@@ -77,7 +77,8 @@ def make_pos(config):
     try:
         return POSITION_EMBEDDINGS[config.pos](**shape, **config.pos_args)
     except TypeError as e:
-        raise ValueError(f"position embedding {config.pos!r} does not take {config.pos_args}: {e}") from None
+        why = str(e).split("() ")[-1]
+        raise ValueError(f"position embedding {config.pos!r} does not take {config.pos_args}: {why}") from None
 
 
 class RMSNorm(nn.Module):

@@ -142,6 +142,9 @@ def parse_args(argv):
     if args.init_from:
         start = read_json(Path(args.init_from) / "config.json")
         trained = {k: v for part in ("training", "model") if isinstance(start.get(part), dict) for k, v in start[part].items()}
+        known = trained.get("preset") in [*SIZES] and trained.get("pos") in [*POSITION_EMBEDDINGS]
+        if not known or not isinstance(trained.get("train_len"), int):
+            raise ValueError(f"{args.init_from}/config.json is damaged or was not written by train.py")
         for name in ("preset", "pos", "train_len"):
             if getattr(args, name) is None:
                 setattr(args, name, trained.get(name))

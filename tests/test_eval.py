@@ -101,7 +101,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         ([], {}),
         (["--yarn_scale", "4"], {"yarn_scale": 4.0, "original_len": 32}),
         (["--pi_scale", "4", "--label", "stretched"], {"pi_scale": 4.0, "original_len": 32}),
-        (["--pos_args", "yarn_scale=1"], {"yarn_scale": 1}),
+        (["--pos_args", "yarn_scale=1"], {"yarn_scale": 1, "original_len": 32}),
     ):
         eval_perplexity.main([str(checkpoint), "--lengths", "32,256", "--out", str(out), *flags])
         result = json.loads(out.read_text())
@@ -113,6 +113,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
     for flags, words in (
         (["--yarn_scale", "0.5"], "yarn_scale must be a number of at least 1"),
         (["--pi_scale", "inf"], "at most a billion"),
+        (["--pi_scale", "2", "--yarn_scale", "2"], "give one of them"),
         (["--pos_args", "sigma=0.9"], "it cannot become 0.9"),  # a trained FoPE keeps its coefficients
         (["--pos_args", "floor=False"], "floor must be true or false"),
         (["--pos_args", "variant=paper", "variant=released"], "each keyword once"),

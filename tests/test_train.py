@@ -305,19 +305,12 @@ def test_pos_args():
 def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, expected):
     first = run_training(data_folder, tmp_path / "first", f"--pos={pos}")
     capsys.readouterr()
-    second = [
-        "--data",
-        data_folder,
-        "--init_from",
-        first,
-        "--train_len=64",
-        "--tokens=1280",
-        "--batch_size=4",
-        "--eval_tokens=512",
-    ]
+    second = ["--data", data_folder, "--init_from", first, "--train_len=64", "--tokens=1280", "--batch_size=4"]
+    second += ["--eval_tokens=512"]
     train.main([str(a) for a in [*second, *flags, "--out", tmp_path / "second"]])
     printed = capsys.readouterr().out
     assert "train_len=32" in printed and "train_len=64" in printed
+    assert ("yarn_scale=2, original_len=32" in printed) == bool(expected)
     model, about, _ = load_checkpoint(tmp_path / "second")
     assert model.config.train_len == 64 and model.config.pos_args == expected and model.config.n_embd == 32
     assert about["training"]["init_from"] == str(first) and about["training"]["preset"] == "tiny"
@@ -359,5 +352,15 @@ def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words)
     refuses(train.main, argv, words)
 
 
-def test_scales_need_a_trained_model(data_folder, tmp_path):
-    refuses(train.main, ["--data", data_folder, "--out", tmp_path / "x", *TRAIN_FLAGS, "--yarn_scale=2"], "--init_from")
+@pytest.mark.parametrize("part, changes", [("training", {"preset": ["tiny"]}), ("model", {"train_len": "32", "pos": "rope"})])
+def test_a_damaged_start_is_refused(data_folder, checkpoint, tmp_path, part, changes):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config[part] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["--data", data_folder, "--init_from", tmp_path, "--out", tmp_path / "x"]
+    refuses(train.main, argv, "config.json is damaged or was not written by train.py")
+
+
+@pytest.mark.parametrize("flags", [["--yarn_scale=2"], ["--pos_args", "yarn_scale=2"]])
+def test_scales_need_a_trained_model(data_folder, tmp_path, flags):
+    refuses(train.main, ["--data", data_folder, "--out", tmp_path / "x", *TRAIN_FLAGS, *flags], "--init_from")
