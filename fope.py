@@ -158,6 +158,8 @@ class RoPE(NoPE):
         for name, value in dict(yarn_scale=yarn_scale, pi_scale=pi_scale, original_len=original_len or 1).items():
             if not isinstance(value, int | float) or not 1 <= value <= 1e9:
                 raise ValueError(f"{name} must be a number of at least 1 and at most a billion, not {value}")
+        if yarn_scale > 1 and pi_scale > 1:
+            raise ValueError("yarn_scale and pi_scale both lower the frequencies: give one of them")
         if not isinstance(yarn_temperature, bool):
             raise ValueError(f"yarn_temperature must be true or false, not {yarn_temperature}")
         self.yarn_scale, self.pi_scale, self.original_len = yarn_scale, pi_scale, original_len or self.train_len
@@ -168,7 +170,8 @@ class RoPE(NoPE):
     def extra_repr(self):
         w = self.scaled_freqs()
         turning = f"{int((w > 0).sum())} frequencies from {w.max():.3g} to {w[w > 0].min():.3g}"
-        scales = "".join(f", {n}={getattr(self, n):g}" for n in ("yarn_scale", "pi_scale") if getattr(self, n) != 1)
+        usual = dict(yarn_scale=1, pi_scale=1, original_len=self.train_len, temperature=1)
+        scales = "".join(f", {n}={getattr(self, n):g}" for n, value in usual.items() if getattr(self, n) != value)
         return f"{super().extra_repr()}, {turning}{scales}"
 
     def scaled_freqs(self):
@@ -235,8 +238,10 @@ class FoPE(RoPE):
         super().__init__(**kwargs)
         if variant not in ("released", "paper"):
             raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
-        if not (isinstance(sigma, int | float) and sigma >= 0) or not isinstance(n_freq, int | None) or (n_freq or 0) > 1e6:
-            raise ValueError(f"sigma must be a number that is not negative and n_freq a whole number, not {sigma}, {n_freq}")
+        if not (isinstance(sigma, int | float) and 0 <= sigma < math.inf):
+            raise ValueError(f"sigma must be a number that is not negative, not {sigma}")
+        if not isinstance(n_freq, int | None) or (n_freq or 0) > 1e6:
+            raise ValueError(f"n_freq must be a whole number, at most a million, not {n_freq}")
         if not isinstance(floor, bool):
             raise ValueError(f"floor must be true or false, not {floor}")
         # YaRN scales the frequencies of a trained model: which ones that model kept is a matter of its own training length
@@ -324,6 +329,8 @@ class RoPEA(RoPE):
         super().__init__(**kwargs)
         cycle = 2 * math.pi / self.original_len
         self.freqs = torch.round(self.freqs / cycle) * cycle
+        if not self.freqs.any():
+            raise ValueError(f"RoPE-A has nothing to turn with train_len {self.original_len}; it must be at least 4")
 
 
 QUERIES_PER_BLOCK = 128
@@ -391,6 +398,7 @@ class KERPLE(LearnedBias):
         if flex:  # here and not where they are defined, since importing torch's compiler takes a second
             self.flex = torch.compiler.disable(KERPLE.attend_flex, recursive=False)  # a graph of its own, given `row`
             self.flex_attention = torch.compile(flex_attention, dynamic=False)
+            torch._dynamo.config.recompile_limit = 1000  # one for each shape; past it torch would make all scores at once
         self.r1 = nn.Parameter(2 * torch.rand(self.n_head))
         self.r2 = nn.Parameter(torch.rand(self.n_head))
 

@@ -4,7 +4,7 @@
 #   bash runs/ablations.sh                tiny models on a CPU: about 60 minutes on 2 slow cores, for 3 seeds
 #   SIZE=20M bash runs/ablations.sh       the paper's 20M (or 60M) models on one GPU, from data/c4 (see the README for the hours)
 #
-# Perplexity alone. Shapes have about equal parameters: head_dim against heads against layers.
+# Perplexity alone. Shapes have about equal parameters: head_dim against heads against layers; tiny alone.
 # SEEDS=1 is quicker. What is finished is skipped, also what another of these scripts has made in runs_out/$SIZE.
 set -euo pipefail
 size=${SIZE:-tiny} seeds=${SEEDS:-3}

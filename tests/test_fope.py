@@ -441,15 +441,17 @@ def test_learned_biases_are_inherited(name):
         ({"pi_scale": "2"}, "at least 1"),
         ({"variant": "original"}, "released, paper"),
         ({"n_freq": 1}, "n_freq is 1"),
-        ({"n_freq": 3.5}, "whole number, not 0.3, 3.5"),
+        ({"n_freq": 3.5}, "whole number, at most a million, not 3.5"),
         ({"sigma": -0.1}, "not negative"),
         ({"sigma": "0.3"}, "not negative"),
+        ({"sigma": math.inf}, "not negative"),
         ({"train_len": 6}, "train_len 6"),
         ({"head_dim": 15}, "must be even"),
         ({"head_dim": 2}, "head_dim 2"),
         ({"floor": "False"}, "true or false"),
         ({"yarn_temperature": "no"}, "true or false"),
         ({"name": "kerple", "flex": 1}, "true or false"),
+        ({"name": "rope_a", "train_len": 3}, "nothing to turn with train_len 3"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
