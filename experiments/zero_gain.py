@@ -3,7 +3,7 @@ How much should the dimensions under FoPE's floor weigh? An ablation of the padd
 
     python experiments/zero_gain.py                                         about 50 minutes on 2 slow cores, 5 seeds
     python experiments/zero_gain.py --gains 0.5 1 2 4 8                     13 minutes more: the figure in the README
-    python experiments/zero_gain.py --kind passkey                          about 2 hours, 5 seeds
+    python experiments/zero_gain.py --kind passkey                          about 110 minutes, 5 seeds
 
 Dimensions without a frequency carry content alone. The equations give them cos 1 and sin 0; the released code cos 1 and
 sin 1, which turns q and k by the same 45 degrees and stretches both by sqrt 2: their share of q.k is doubled. So the
