@@ -337,9 +337,8 @@ def test_gain_of_the_dimensions_under_the_floor():
         for d in (pairs(4, 2, X4), pairs(4, 1, X4), pairs(2, 1, X4)):
             numbers += [f"{(d > 0).sum()}", f"{d.mean():.3f} ± {d.std(ddof=1) / math.sqrt(10):.3f}"]
         others = sorted(pairs(4, 2, x).mean() for x in (X2, X8, X16))
-        says(
-            f"ahead of 2 in {numbers[0]} of 10 pairs, by {numbers[1]} (at the other lengths by {others[0]:.2f} to {others[-1]:.2f})"
-        )
+        says(f"ahead of 2 in {numbers[0]} of 10 pairs, by {numbers[1]}")
+        says(f"(at the other lengths by {others[0]:.2f} to {others[-1]:.2f})")
         says("and of 1 in {}, by {}; 2 is ahead of 1 in {}, by {}".format(*numbers[2:]))
         names = {g: [f"{m}_g{g}" for m in ("fope", "fope_cf_alone", "rope")] for g in (1, 2, 4, 8)}
         bad = {g: sum((keys[:, X1] < 90).sum() for keys in whole_keys("zero_gain", *names[g], seeds=5)) for g in names}
