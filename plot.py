@@ -109,11 +109,15 @@ def styles(labels):
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = itertools.cycle([{"color": colour, "marker": marker} for colour, marker in MORE_STYLES if colour not in used])
-    style, change_style = {}, {}
+    style, unpaired = {}, {}
     for label in labels:
-        change = label.partition(", ")[2] or label
-        style[label] = fixed.get(label) or ({**change_style[change], "ls": "--"} if change in change_style else next(more))
-        change_style.setdefault(change, style[label])
+        name, _, change = label.partition(", ")
+        if label in fixed:
+            style[label] = fixed[label]
+        elif change in unpaired and name in fixed:
+            style[label] = {**unpaired.pop(change), "ls": "--"}
+        else:
+            style[label] = unpaired[change] = next(more)
     return style
 
 

@@ -333,6 +333,14 @@ def result_file(folder, kind, pos, seed, value):
     return path
 
 
+def test_every_line_of_a_figure_has_a_style_of_its_own():
+    labels = ["RoPE", "FoPE", "RoPE + QK-norm", *(f"{name}, YaRN x{s}" for s in (4, 16) for name in ("RoPE", "FoPE", "RoPE-A"))]
+    labels += ["RoPE to FoPE", "FoPE (sigma=0.1, variant=paper)", "FoPE (sigma=0.2, variant=paper)"]
+    style = plot.styles(labels)
+    assert len({tuple(line.items()) for line in style.values()}) == len(labels)
+    assert style["FoPE, YaRN x4"] == style["RoPE, YaRN x4"] | {"ls": "--"}
+
+
 def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
     files = [
         result_file(tmp_path, kind, pos, seed, value)
