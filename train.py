@@ -116,6 +116,7 @@ def parse_args(argv):
     add("--n_layer", type=int, help="instead of the preset's")
     add("--n_head", type=int, help="instead of the preset's")
     add("--n_embd", type=int, help="instead of the preset's")
+    add("--init_std", type=float, help="standard deviation of the weights at the start, instead of the preset's")
     add("--qk_norm", action="store_true", help="normalise queries and keys before they are rotated")
     add("--train_len", type=int, help="tokens per sequence (default: 128 for tiny, else 512)")
     # optimization
@@ -148,7 +149,7 @@ def parse_args(argv):
         for name in ("preset", "pos", "train_len"):
             if getattr(args, name) is None:
                 setattr(args, name, trained.get(name))
-        for name in ("preset", "n_layer", "n_head", "n_embd", "qk_norm"):
+        for name in ("preset", "n_layer", "n_head", "n_embd", "init_std", "qk_norm"):
             if getattr(args, name) and getattr(args, name) != trained.get(name):
                 raise ValueError(f"--{name} is {trained.get(name)} in {args.init_from}, it cannot become {getattr(args, name)}")
     args.pos, args.preset = args.pos or "fope", args.preset or "tiny"
@@ -160,8 +161,9 @@ def parse_args(argv):
         most = 10**6 if name in ("n_layer", "n_head", "n_embd") else 10**15
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= most:
             raise ValueError(f"--{name} must be at least 1 and at most {most:,}")
-    for name, low, high in (("passkey_frac", 0, 1), ("lr", 0, 1000), ("weight_decay", 0, 1000), ("seed", 0, 2**63 - 1)):
-        if not low <= getattr(args, name) <= high:
+    ranges = dict(passkey_frac=(0, 1), init_std=(1e-6, 1), lr=(0, 1000), weight_decay=(0, 1000), seed=(0, 2**63 - 1))
+    for name, (low, high) in ranges.items():
+        if getattr(args, name) is not None and not low <= getattr(args, name) <= high:
             raise ValueError(f"--{name} must be between {low} and {high}")
     if args.batch_size % args.grad_accum:
         raise ValueError(f"--batch_size {args.batch_size} is not divisible by --grad_accum {args.grad_accum}")
@@ -172,7 +174,7 @@ def new_model(args, data):
     """The model that a run starts with: drawn from the seed, or with --init_from another run's, its embedding exchanged."""
     settings = {k: getattr(args, k) for k in ("pos", "train_len", "seed")}
     if not args.init_from:
-        settings |= {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd") if getattr(args, k) is not None}
+        settings |= {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd", "init_std") if getattr(args, k) is not None}
         settings |= dict(pos_args=parse_pos_args(args), qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
         return GPT(GPTConfig.preset(args.preset, **settings))
     old, about, _ = load_run(args.init_from, "cpu")

@@ -99,7 +99,7 @@ RECIPES = {  # kind: (tokenizer, flags of train.py, of the evaluation, its comma
 
 
 def file_stem(kind, init_std):
-    return kind + (f"_std{init_std:g}" if init_std else "")
+    return kind if init_std == INIT_STD["tiny"] else f"{kind}_std{init_std:g}"
 
 
 def train_and_evaluate(job):
@@ -110,17 +110,14 @@ def train_and_evaluate(job):
     name = f"{method.replace(', ', '_').replace(' ', '_')}_g{gain:g}_s{seed}_{file_stem(kind, init_std)}".lower()
     result, run = out / f"{name}.json", out / "runs" / name
     data = ["--data", str(out / "data" / tokenizer.replace(":", ""))]
-    flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", "--pos_args", f"gain={gain:g}", *keywords]
+    flags = [*MODEL, *train_flags, "--pos", pos, f"--seed={seed}", f"--init_std={init_std}"]
+    flags += ["--pos_args", f"gain={gain:g}", *keywords]
     if result.exists():
         recipe, found = vars(train.parse_args([*data, *flags, "--out", str(run)])), read_json(result)
-        same = all(recipe.get(name) in (None, value) for name, value in found["training"].items() if name != "data")
-        start = init_std or INIT_STD["tiny"]
-        if not same or found["model"].get("init_std", start) != start:
+        if any(recipe.get(name) not in (None, value) for name, value in found["training"].items() if name != "data"):
             raise ValueError(f"{result} is the result of another recipe: move it away")
     else:
         torch.set_num_threads(1)
-        if init_std:
-            INIT_STD["tiny"] = init_std
         run.mkdir(parents=True, exist_ok=True)
         with open(run / "log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             resume = ["--resume"] if (run / "checkpoint.pt").exists() else []
@@ -139,7 +136,7 @@ def summarise(out, kind, init_std, results):
     measure, unit, multiples = RECIPES[kind][-1]
     summary = {
         "kind": kind,
-        "init_std": init_std or INIT_STD["tiny"],
+        "init_std": init_std,
         "measure": measure,
         "unit": unit,
         **eval_perplexity.provenance(torch.device("cpu")),
@@ -198,7 +195,7 @@ def main(argv=None):
     parser.add_argument(
         "--gains", type=float, nargs="+", default=[1, 2, 4, 8], help="one is 1, which the others are compared with"
     )
-    parser.add_argument("--init_std", type=float, help="standard deviation of the weights at the start (default: the preset's)")
+    parser.add_argument("--init_std", type=float, default=INIT_STD["tiny"], help="of the weights at the start")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--out", default="runs_out/zero_gain", help="folder for the models, json files and figures")
     args = parser.parse_args(argv)
@@ -206,8 +203,6 @@ def main(argv=None):
         raise ValueError("--seeds must be at least 2: a difference says nothing without its standard error")
     if 1 not in args.gains or not all(0 < g < math.inf for g in args.gains):
         raise ValueError("--gains must be positive numbers, one of them 1, which the others are compared with")
-    if args.init_std is not None and not 0 < args.init_std < 1:
-        raise ValueError(f"--init_std must be between 0 and 1, not {args.init_std:g}")
     for name in ("gains", "methods"):
         if len(set(getattr(args, name))) < len(getattr(args, name)):
             raise ValueError(f"--{name} names something twice")

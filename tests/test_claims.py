@@ -90,7 +90,7 @@ def test_demo():
     with section("How to read them:", "\nThen read") as says:
         says("± is the standard deviation over seeds in tables and figures, and a standard error where a difference is given")
         says("*With each seed* means")
-        says("1.2 minutes a model")
+        says("1.2 minutes a model")  # from the logs: no json has it
         says(f"({r[X1]:.2f} against {f[X1]:.2f}, with each seed)")
         says(f"has grown by {100 * growth(fope) - 100:.0f} % at 16x")
         says(f"nearly flat ({100 * growth(alibi) - 100:.0f} % and {100 * growth(nope) - 100:.0f} % at 16x)")

@@ -232,10 +232,10 @@ def test_zero_gain_takes_up_no_results_of_another_recipe(tmp_path):
 
     for folder, kind in (("zero_gain", "perplexity"), ("repeated/zero_gain", "passkey")):
         shutil.copy(ROOT / f"results/{folder}/rope_g1_s0_{kind}.json", tmp_path)
-    done = zero_gain.train_and_evaluate((tmp_path, "perplexity", None, "RoPE", 1, 0))
+    done = zero_gain.train_and_evaluate((tmp_path, "perplexity", 0.05, "RoPE", 1, 0))
     assert done == tmp_path / "rope_g1_s0_perplexity.json"
     with pytest.raises(ValueError, match="another recipe"):
-        zero_gain.train_and_evaluate((tmp_path, "passkey", None, "RoPE", 1, 0))
+        zero_gain.train_and_evaluate((tmp_path, "passkey", 0.05, "RoPE", 1, 0))
 
 
 def test_zero_gain_is_the_padding_of_the_two_variants():

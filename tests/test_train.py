@@ -260,6 +260,7 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
         (["--passkey_frac", "1.5"], ("--passkey_frac",)),
         (["--passkey_frac", "0.5", "--train_len", "32"], ("does not fit 32",)),
         (["--lr", "nan"], ("--lr",)),
+        (["--init_std", "0"], ("--init_std",)),
         (["--device", "cuda:7"], ("--device cuda:7",)),
         (["--resume"], ("there is no file",)),
         (["--data", "nowhere"], ("no data folder nowhere",)),
@@ -318,6 +319,14 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, expect
     assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5  # it did start from trained weights
 
 
+def test_the_start_of_the_weights_can_be_another(data_folder, tmp_path):
+    weights = [
+        load_checkpoint(run_training(data_folder, tmp_path / flag, flag, "--stop_at=1", "--lr=0"))[0].blocks[0].attn.qkv.weight
+        for flag in ("--init_std=0.05", "--init_std=0.02")
+    ]
+    torch.testing.assert_close(weights[1], 0.4 * weights[0])  # 0.05 is the preset's
+
+
 def test_continual_pretraining_with_fope_has_the_presets_sigma(data_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(model.FOPE_SIGMA, "tiny", 0.4)
     flags = ["--data", data_folder, "--tokens=128", "--batch_size=4", "--eval_tokens=512"]
@@ -342,6 +351,7 @@ def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
         (["--n_layer", "3"], "cannot become 3"),
         (["--preset", "20M"], "--preset is tiny"),
         (["--qk_norm"], "--qk_norm is False"),
+        (["--init_std", "0.02"], "--init_std is 0.05"),
         (["--yarn_scale", "0"], "at least 1"),
         (["--pos", "alibi", "--yarn_scale", "2"], "does not take"),
         (["--init_from", "nowhere"], "no file nowhere"),
