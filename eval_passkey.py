@@ -1,24 +1,38 @@
 """
-Passkey retrieval: can a model find a five-digit number in a long stretch of filler and repeat it?
+Passkey retrieval: can a model find a five-digit number in a long filler and repeat it?
 
     python eval_passkey.py runs_out/fope --trials 1000
     python eval_passkey.py runs_out/fope --lengths 128,512 --generate
 
-The prompt is YaRN's (Peng et al., 2023), which is landmark attention's. Prompt and answer together have exactly L tokens;
-the depth of the number is uniform over the filler. A trial is right if greedy decoding gives every token of the answer.
+The prompt is YaRN's (Peng et al., 2023), which is landmark attention's. Prompt and answer together
+have exactly L tokens; the depth of the number is uniform over the filler. A trial is right if
+greedy decoding gives every token of the answer.
 """
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from eval_perplexity import TOKENS_PER_BATCH, evaluate_lengths, evaluation_parser, load_for_evaluation
-from model import autocast, processes, sum_over_processes
-from prepare_data import load_tokenizer, one_sentence_errors
+from common import (
+    all_reduce_sum,
+    autocast,
+    one_sentence_errors,
+    positive_int,
+    rank,
+    seed_int,
+    world_size,
+)
+from data import load_tokenizer
+from evaluation import (
+    DoesNotFit,
+    batch_rows,
+    evaluate_lengths,
+    evaluation_parser,
+    load_for_evaluation,
+)
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -45,10 +59,11 @@ class PasskeyTask:
 
     def sample(self, length, rng, key=None, depth=None):
         """
-        One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens at their end, depth).
+        One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens
+        at their end, depth).
 
-        key is five digits, depth in [0, 1) the share of the filler that comes before it; both are drawn from rng where
-        not given. Raises ValueError where the prompt does not fit.
+        key is five digits, depth in [0, 1) the share of the filler that comes before it; both are
+        drawn from rng where not given. DoesNotFit where the prompt is longer.
         """
         key = int(rng.integers(10000, 100000)) if key is None else key
         depth = float(rng.random()) if depth is None else depth
@@ -57,9 +72,11 @@ class PasskeyTask:
         if len(answer) > 1 and answer[:1] == self.encode(" "):
             # A token for the blank alone says nothing about the key: it belongs to the question.
             question, answer = question + answer[:1], answer[1:]
-        n_filler = length - len(self.task) - len(information) - len(question) - len(answer)
+        without_filler = len(self.task) + len(information) + len(question) + len(answer)
+        n_filler = length - without_filler
         if n_filler < 0:
-            raise ValueError(f"the prompt without any filler has {length - n_filler} tokens, it does not fit {length}")
+            what = f"the prompt without any filler has {without_filler} tokens"
+            raise DoesNotFit(f"{what}, it does not fit {length}")
         n_before = int(depth * (n_filler + 1))
         before, after = self.filler(n_before), self.filler(n_filler - n_before)
         tokens = self.task + before + information + after + question + answer
@@ -69,13 +86,15 @@ class PasskeyTask:
 @torch.no_grad()
 def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progress=None):
     """
-    The results of `trials` passkey trials of `length` tokens: a dict with exact-match accuracy and its 95 % interval, the
-    share of answer tokens right, both by depth, too, and the answer's mean NLL in nats per token.
+    The results of `trials` passkey trials of `length` tokens: a dict with exact-match accuracy and
+    its 95 % interval, the share of answer tokens right, both by depth, too, and the answer's mean
+    NLL in nats per token.
 
-    Greedy decoding gives the answer if and only if every answer token is the arg-max given the true prefix: up to the
-    first wrong token both have read the same. So one forward pass decides a trial, and at the same time shows how many of
-    the tokens come out right when the ones before are given. With generate=True exact match is taken from decoding
-    token by token instead, which is slower and must agree.
+    Greedy decoding gives the answer if and only if every answer token is the arg-max given the
+    true prefix: up to the first wrong token both have read the same. So one forward pass decides a
+    trial, and at the same time shows how many of the tokens come out right when the ones before
+    are given. With generate=True exact match is taken from decoding token by token instead, which
+    is slower and must agree.
     """
     rng = np.random.default_rng((seed, length))  # the same trials for every model
     device, was_training = next(model.parameters()).device, model.training
@@ -83,35 +102,42 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
     samples = [task.sample(length, rng) for _ in range(trials)]
     results = np.zeros((3, trials))
     exact, share, nll = results
-    batch, (rank, n_processes) = max(1, TOKENS_PER_BATCH[device.type] // length), processes()
-    for i in range(rank * batch, trials, n_processes * batch):
-        rows = samples[i : i + batch]
+    n_rows = batch_rows(device, length)
+    for i in range(rank() * n_rows, trials, world_size() * n_rows):
+        rows = samples[i : i + n_rows]
         tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
         n_max = max(n for _, n, _ in rows)
+        answers = tokens[:, -n_max:]
         with autocast(device):
             logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
-        right = (logits.argmax(dim=-1) == tokens[:, -n_max:]).cpu().numpy()
-        losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, -n_max:], reduction="none").cpu().numpy()
+        right = (logits.argmax(dim=-1) == answers).cpu().numpy()  # (rows, n_max)
+        losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").cpu().numpy()
         for r, (_, n, _) in enumerate(rows):
-            exact[i + r], share[i + r], nll[i + r] = right[r, -n:].all(), right[r, -n:].mean(), losses[r, -n:].mean()
+            exact[i + r], share[i + r] = right[r, -n:].all(), right[r, -n:].mean()
+            nll[i + r] = losses[r, -n:].mean()
             if generate:
                 with autocast(device):
-                    decoded = model.generate(tokens[r : r + 1, :-n], n, temperature=0)
-                exact[i + r] = torch.equal(decoded[0], tokens[r])
+                    decoded = [*model.generate(tokens[r : r + 1, :-n], n, temperature=0)]
+                exact[i + r] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
         if progress is not None:
-            progress.update(n_processes * len(rows))
+            progress.update(world_size() * len(rows))
     model.train(was_training)
-    exact, share, nll = sum_over_processes(torch.from_numpy(results).to(device)).cpu().numpy()
-    bins = np.minimum((np.array([depth for _, _, depth in samples]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
+    all_reduce_sum(torch.from_numpy(results))  # in place: each process has filled in its trials
+    depths = np.array([depth for _, _, depth in samples])
+    return summary(exact, share, nll, np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1))
+
+
+def summary(exact, share, nll, bins):
+    """What passkey_accuracy returns, from the results of each trial and its bin of depth."""
     in_bin = [bins == b for b in range(DEPTH_BINS)]
-    low, high = wilson_interval(int(exact.sum()), trials)
+    low, high = wilson_interval(int(exact.sum()), len(exact))
     return {
         "accuracy": float(exact.mean()),
         "accuracy_low": low,
         "accuracy_high": high,
         "token_accuracy": float(share.mean()),
         "answer_nll": float(nll.mean()),
-        "trials": trials,
+        "trials": len(exact),
         "trials_by_depth": [int(b.sum()) for b in in_bin],
         "accuracy_by_depth": [float(exact[b].mean()) if b.any() else None for b in in_bin],
         "token_accuracy_by_depth": [float(share[b].mean()) if b.any() else None for b in in_bin],
@@ -119,7 +145,7 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
 
 
 def wilson_interval(successes, n, z=1.959964):
-    """The 95 % Wilson score interval of a proportion (Wilson, 1927): honest near 0 and 1, where the usual one is empty."""
+    """The 95 % score interval of a proportion (Wilson, 1927): honest also near 0 and 1."""
     p, z2 = successes / n, z * z
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
@@ -128,21 +154,22 @@ def wilson_interval(successes, n, z=1.959964):
 
 def main(argv=None):
     parser = evaluation_parser(__doc__)
-    parser.add_argument("--trials", type=int, default=1000, help="trials per length")
-    parser.add_argument("--generate", action="store_true", help="decode token by token instead of in one pass")
-    parser.add_argument("--seed", type=int, default=0, help="of the numbers and depths")
+    add = parser.add_argument
+    add("--trials", type=positive_int, default=1000, help="trials per length")
+    add("--generate", action="store_true", help="decode token by token instead of in one pass")
+    add("--seed", type=seed_int, default=0, help="of the numbers and depths")
     args = parser.parse_args(argv)
-    if args.trials < 1 or args.seed < 0:
-        raise ValueError("--trials must be at least 1 and --seed at least 0")
-    model, about, state = load_for_evaluation(args)
-    task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
+    model, metadata, state = load_for_evaluation(args)
+    task = PasskeyTask(load_tokenizer(metadata["tokenizer"], args.checkpoint))
 
     def evaluate(length):
-        with tqdm(total=args.trials, unit="trial", desc=f"length {length}", leave=False, disable=processes()[0] > 0) as bar:
-            return passkey_accuracy(model, task, length, args.trials, args.seed, args.generate, bar)
+        settings = dict(desc=f"length {length}", unit="trial", leave=False)
+        with tqdm(total=args.trials, disable=rank() > 0, **settings) as bar:
+            options = args.trials, args.seed, args.generate, bar
+            return passkey_accuracy(model, task, length, *options)
 
-    more = {"step": state["step"], "trial_seed": args.seed, "generate": args.generate}
-    evaluate_lengths(args, "passkey", evaluate, model, about, **more)
+    extra = {"step": state["step"], "trial_seed": args.seed, "generate": args.generate}
+    evaluate_lengths(args, "passkey", evaluate, model, metadata, **extra)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""
+The paper's other baselines.
+
+    KERPLE, FIRE         a learned bias on the logits      (Chi et al., 2022; Li et al., 2024)
+    RoPE-A               RoPE with frequencies that complete whole cycles in the training length
+    YaRN, interpolation  lower frequencies, with which a trained RoPE or FoPE reads further
+                                                           (Peng et al., 2023; Chen et al., 2023)
+
+The interface of an embedding is described in fope.py.
+"""
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
+
+# -----------------------------------------------------------------------------
+# learned biases
+
+QUERIES_PER_BLOCK = 128
+
+
+class LearnedBias(PositionEmbedding):
+    """The base of embeddings that add a learned bias to the logits."""
+
+    def bias(self, i, j):
+        """What to add for queries at i (N,) and keys at j (T,): (n_head, N, T), any if j > i."""
+        raise NotImplementedError
+
+    def attend(self, q, k, v):
+        """
+        No fused kernel makes such a bias by itself. So it is made for one block of queries at a
+        time, and again in the backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it.
+        """
+        starts = range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]
+        if len(starts) == 1:
+            return self.attend_block(q, k, v, 0)
+        y = []
+        for start in starts:  # largest block first, so that smaller ones reuse its memory
+            end = start + QUERIES_PER_BLOCK
+            block = q[..., start:end, :], k[..., :end, :], v[..., :end, :], start
+            if torch.is_grad_enabled():
+                y.append(checkpoint(self.attend_block, *block, use_reentrant=False))
+            else:
+                y.append(self.attend_block(*block))
+        return torch.cat(y[::-1], dim=-2)
+
+    def attend_block(self, q, k, v, start):
+        i = torch.arange(start, start + q.size(-2), device=q.device)
+        j = torch.arange(k.size(-2), device=q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            bias = self.bias(i, j).masked_fill(j > i[:, None], -torch.inf).to(q.dtype)
+        # (1, n_head, N, T): the fused CPU kernel wants 4 dimensions
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+    def scores(self, q, k):
+        t = torch.arange(q.size(-2), device=q.device)
+        return super().scores(q, k) + self.bias(t, t)
+
+
+class KERPLE(LearnedBias):
+    """
+    KERPLE's logarithmic kernel: head h adds -r1 log(1 + r2 (i - j)), with r1, r2 > 0 of its own.
+
+    Drawn uniformly, r1 from [0, 2] and r2 from [0, 1], as in the published code; the absolute
+    value keeps them positive.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.r1 = nn.Parameter(2 * torch.rand(self.n_head))
+        self.r2 = nn.Parameter(torch.rand(self.n_head))
+
+    def bias(self, i, j):
+        r1, r2 = (r.abs().view(-1, 1, 1) for r in (self.r1, self.r2))
+        return -r1 * torch.log1p(r2 * (i[:, None] - j).clamp(min=0))
+
+
+class FIRE(LearnedBias):
+    """
+    FIRE: the bias is f(psi(i - j) / psi(max(L, i))) with psi(x) = log(c x + 1), a function f of
+    the distance as a share of all that the query can see. f is an MLP 1 -> 32 -> n_head; c and L
+    are learned.
+
+    L starts at a quarter of the training length (512 of 2048 in FIRE's paper) and is stored as a
+    multiple of that, since an optimizer step of fixed size means something for a number near 1.
+    c starts at 0.1.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        layers = nn.Linear(1, 32), nn.ReLU(inplace=True), nn.Linear(32, self.n_head)
+        self.mlp = nn.Sequential(*layers)
+        self.c = nn.Parameter(torch.tensor(0.1))
+        self.L_multiple = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("L_start", torch.tensor(self.train_len / 4))
+
+    def bias(self, i, j):
+        def psi(x):
+            return torch.log1p(self.c.abs() * x)
+
+        L = self.L_multiple.abs() * self.L_start
+        x = psi((i[:, None] - j).clamp(min=0)) / psi(torch.maximum(L, i))[:, None]  # (N, T)
+        return self.mlp(x[..., None]).permute(2, 0, 1)
+
+
+# -----------------------------------------------------------------------------
+# other frequencies
+
+
+class RoPEA(RoPE):
+    """
+    RoPE with aligned frequencies, the paper's RoPE-A: each moved to the nearest one that completes
+    whole cycles in the training length, so that the rotation itself is periodic there. Of those
+    under one cycle, the upper half completes one, and the rest (under half a cycle) none.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        cycle = 2 * math.pi / self.train_len
+        self.freqs = torch.round(self.freqs / cycle) * cycle
+        if not self.freqs.any():
+            raise ValueError(f"RoPE-A has nothing to turn with train_len {self.train_len}, under 4")
+
+
+def interpolate(freqs, factor):
+    """Position interpolation: reading `factor` times as far, every frequency is divided by it."""
+    return freqs / factor
+
+
+def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, beta_slow=1):
+    """
+    YaRN ("NTK by parts"): what turns more than beta_fast times in original_len stays, what turns
+    less than beta_slow times is divided by factor, with a ramp between.
+
+    The ramp is linear in the index m of w_m, between whole indices, as in YaRN's code and in those
+    that followed it; the paper's formula is linear in the number of turns. freqs need not be
+    RoPE's: m is computed from the frequency.
+    """
+    per_octave = head_dim / 2 / math.log2(theta)  # m grows by this much when w halves
+    low = max(math.floor(-per_octave * math.log2(2 * math.pi * beta_fast / original_len)), 0)
+    high = -per_octave * math.log2(2 * math.pi * beta_slow / original_len)
+    high = min(math.ceil(high), head_dim - 1)
+    ramp = ((-per_octave * torch.log2(freqs) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return freqs + ramp * (freqs / factor - freqs)
+
+
+def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, theta):
+    """
+    Keywords that let RoPE or FoPE, trained at original_len, read `factor` times as far: the
+    embedding stays what it was made for, FoPE's floor included, and turns more slowly.
+
+    kind: "yarn" or "interpolate". temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's
+    paper does; the FoPE authors' code leaves that out.
+    """
+    if kind == "yarn":
+        scale = partial(
+            yarn, factor=factor, original_len=original_len, head_dim=head_dim, theta=theta
+        )
+    else:
+        scale = partial(interpolate, factor=factor)
+    warmth = 0.1 * math.log(factor) + 1 if temperature else 1.0
+    return {"train_len": original_len, "scale": scale, "temperature": warmth}
+
+
+POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA}
