@@ -1,0 +1,123 @@
+"""The figures and tables that plot.py makes of result files."""
+
+import json
+
+import matplotlib.image
+from conftest import refuses
+
+import plot
+
+
+def result_file(folder, kind, pos, seed, value):
+    row = {"perplexity": 40 * value, "loss": 3.0, "tokens": 10}
+    if kind == "passkey":
+        row = {
+            "accuracy": value,
+            "token_accuracy": value,
+            "accuracy_by_depth": [value, None] * 5,
+            "trials_by_depth": [3, 0] * 5,
+        }
+    result = {"kind": kind, "pos": pos, "pos_args": {}, "train_len": 128, "seed": seed}
+    result["lengths"] = {128: row, 256: row}
+    if kind == "perplexity":
+        result["curve"] = [[1000, 5.0, None], [2000, 4.0, 4.1]]
+    path = folder / f"{kind}_{pos}_{seed}.json"
+    path.write_text(json.dumps(result))
+    return path
+
+
+def test_every_line_of_a_figure_has_a_style_of_its_own():
+    names = ("RoPE", "FoPE", "RoPE-A")
+    labels = ["RoPE", "FoPE", "RoPE + QK-norm"]
+    labels += [f"{name}, YaRN x{s}" for s in (4, 16) for name in names]
+    labels += ["RoPE to FoPE", *(f"FoPE (sigma={s}, variant=paper)" for s in (0.1, 0.2))]
+    style = plot.styles(labels)
+    assert len({tuple(line.items()) for line in style.values()}) == len(labels)
+    assert style["FoPE, YaRN x4"] == style["RoPE, YaRN x4"] | {"ls": "--"}
+
+
+VALUES = {"fope": (0.5, 0.7), "rope": (0.25, 0.25), "nope": (0.0, 0.1), "mine": (0.9, 1.0)}
+
+
+def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
+    files = [
+        result_file(tmp_path, kind, pos, seed, value)
+        for kind in ("perplexity", "passkey")
+        for pos, values in VALUES.items()
+        for seed, value in enumerate(values)
+    ]
+    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--more"])
+    table = capsys.readouterr().out
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
+    rows = [row for row in rows if row]
+    assert [r[0] for r in rows[2:6]] == ["NoPE", "RoPE", "FoPE", "mine"]
+    assert rows[4] == ["FoPE", "2", "24.00 ± 5.66", "24.00 ± 5.66"]  # of 20 and 28, std with n - 1
+    assert ["FoPE", "2", "60 ± 14", "60 ± 14"] in rows
+    for name in ("fig", "fig_depth", "fig_training"):
+        image = matplotlib.image.imread(tmp_path / f"{name}.png")
+        assert image.shape[0] > 300 and image[..., :3].std() > 0.05
+
+
+def test_a_gathered_file_is_read_as_its_parts(tmp_path, capsys):
+    files = [result_file(tmp_path, "passkey", "rope", seed, 0.5) for seed in range(3)]
+    gathered = tmp_path / "gathered.json"
+    gathered.write_text(json.dumps([json.loads(path.read_text()) for path in files]))
+    assert plot.load_results([gathered]) == plot.load_results(files)
+    plot.main([str(gathered)])
+    assert (tmp_path / "gathered.png").exists() and "| RoPE | 3 | 50 ± 0" in capsys.readouterr().out
+
+
+def test_tables_of_a_text_are_made_anew(tmp_path):
+    files = [result_file(tmp_path, "perplexity", "rope", seed, 1.0 + seed) for seed in range(2)]
+    files += [result_file(tmp_path, "passkey", "rope", 0, 0.5)]
+    both = [json.loads(path.read_text()) for path in files]
+    (tmp_path / "fig.json").write_text(json.dumps(both))
+    text = "before\n<!-- table fig{} -->\nold\n<!-- end table -->\nafter\n"
+    whole = plot.fill_tables(text.format(""), tmp_path)
+    assert "| RoPE | 2 | 60.00 ± 28.28 |" in whole and "| RoPE | 1 | 50 |" in whole
+    assert whole.startswith("before\n<!-- table fig -->\n|") and whole.endswith("-->\nafter\n")
+    one = plot.fill_tables(text.format(" kind=perplexity seed=1"), tmp_path)
+    assert "| RoPE | 1 | 80.00 | 80.00 |" in one and "passkey" not in one
+    assert "| RoPE | 2 | 3.00 ± 0.00 |" in plot.fill_tables(text.format(" loss"), tmp_path)
+
+
+def test_labels_and_loss(tmp_path, capsys):
+    files = [result_file(tmp_path, "perplexity", pos, 0, 1.0) for pos in ("rope", "fope", "kerple")]
+    changes = (
+        {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_len": 128}},
+        {"label": "FoPE, CF alone", "pos_args": {"sigma": 0}},
+        {"model": {"qk_norm": True}},
+    )
+    for path, change in zip(files, changes, strict=True):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--loss"])
+    table = capsys.readouterr().out
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:5]]
+    assert labels == ["RoPE (yarn x4)", "FoPE, CF alone", "KERPLE + QK-norm"]
+    assert "loss in nats per token" in table and "| 3.00 |" in table
+    assert (tmp_path / "fig.png").exists()
+
+
+def test_foreign_results_are_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    refuses(plot.main, [tmp_path / "x.json"], "no result of")
+    a, b = (result_file(tmp_path, "perplexity", "rope", seed, 1.0) for seed in (0, 1))
+    b.write_text(b.read_text().replace('"train_len": 128', '"train_len": 64'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "several training lengths")
+    text = a.read_text()
+    refuses(plot.main, [a, a, "--out", tmp_path], "a second result of RoPE with seed 0")
+    for old, new, words in (
+        ('"tokens": 10}', '"tokens": 10, "loss": "a"}', "no result of"),
+        ('"128": {', '"128": 3, "129": {', "no result of"),
+        ('"train_len": 128', '"train_len": 0', "no result of"),
+        ('"seed": 0', '"seed": 0, "label": "_x"', "the label _x"),
+    ):
+        b.write_text(text.replace(old, new))
+        assert b.read_text() != text
+        refuses(plot.main, [b, "--out", tmp_path], words)
+    b.write_text(text.replace('"seed": 0', '"seed": 1, "tokenizer": "byte"'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "per byte and losses per token")
+    for old, new in (('"seed": 0', '"seed": 1'), ('"128": {', '"64": {'), ('"256": {', '"32": {')):
+        text = text.replace(old, new)
+    b.write_text(text)
+    refuses(plot.main, [a, b, "--out", tmp_path], "no length in common")
