@@ -1,0 +1,414 @@
+"""
+The paper's figures and tables as data, and the one job runner that makes them.
+
+    python paper.py --list
+    python paper.py figure1                              the demo: tiny models on a CPU, one seed
+    python paper.py figure1 --seeds 3                    with a spread
+    python paper.py figure6a --size 20M --tokens 1000000000 --device cuda
+    python paper.py figure1 --size 60M --dry-run         models, tokens, disk and hours before it
+
+Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
+what was cut off is resumed; Ctrl-C saves all that runs. Tiny models run side by side, one a core.
+At tiny size text and passkeys have a model each (the presets tiny_text and tiny_passkey of
+train.py); from 20M on both are asked of one model, trained on text alone, as in the paper.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+import plot
+from common import (
+    ArgumentParser,
+    add_device_flag,
+    init_distributed,
+    number,
+    one_sentence_errors,
+    positive_int,
+    read_json,
+    write_json,
+)
+from eval_perplexity import window_loss
+from fope import POSITION_EMBEDDINGS, above_floor, rope_freqs
+from jobs import ROOT, Job, n_cores, run_jobs
+from model import GPT, GPTConfig
+from train import RECIPES, SIZE_OF, accumulate_gradients
+
+# -----------------------------------------------------------------------------
+# the figures and tables
+
+
+@dataclass
+class Model:
+    """One line of a figure: a model that is trained, or one that is evaluated once more."""
+
+    name: str  # of its folder, which ends in _sSEED
+    label: str | None = None  # in figures; None: its embedding's name
+    # of train.py; {D2} is twice the number of frequencies above the floor
+    flags: str = ""
+    init_from: str | None = None  # the model that it goes on from, at twice the length
+    # with these flags init_from is evaluated once more, and nothing is trained
+    eval_flags: str = ""
+    shown: bool = True  # false: it is only there for others to start from
+
+
+@dataclass
+class Figure:
+    title: str
+    models: tuple
+    kinds: tuple = ("text",)  # of models: what takes longest first
+    measure: str = "perplexity"
+    trained_on: str = ""  # a data folder, if not that of the kind
+    corpora: dict = field(default_factory=dict)  # read on several: {label: data folder}
+    more: bool = False  # passkeys by depth and training curves, too
+    tiny_only: bool = False  # its flags are for the tiny size
+
+
+def plain(*names, **kwargs):
+    return tuple(Model(name, None, f"--pos {name}", **kwargs) for name in names)
+
+
+def fope(name, label, pos_args):
+    return Model(f"fope_{name}", f"FoPE, {label}", f"--pos fope --pos_args {pos_args}")
+
+
+def shape(name, label, flags):
+    """RoPE and FoPE in another shape of model."""
+    pair = (("rope", "RoPE"), ("fope", "FoPE"))
+    return [Model(f"{pos}_{name}", f"{p}, {label}", f"--pos {pos} {flags}") for pos, p in pair]
+
+
+def again(init_from, name, label, eval_flags):
+    return Model(f"{init_from}_{name}", label, "", init_from, eval_flags)
+
+
+FOUR, PAIR, BOTH = (
+    plain("nope", "alibi", "rope", "fope"),
+    plain("rope", "fope"),
+    ("passkey", "text"),
+)
+CF, FS = fope("cf", "CF alone", "sigma=0"), fope("fs", "FS alone", "floor=false")
+
+FIGURE4 = (
+    *plain("rope", "fope", shown=False),
+    Model("rope_rope", "RoPE to RoPE", "", "rope"),
+    Model("rope_yarn", "RoPE to RoPE + YaRN", "--yarn_scale 2", "rope"),
+    Model("rope_fope", "RoPE to FoPE", "--pos fope", "rope"),
+    Model("fope_fope", "FoPE to FoPE", "", "fope"),
+    Model("fope_yarn", "FoPE to FoPE + YaRN", "--yarn_scale 2", "fope"),
+)
+WARM = "--yarn_scale 4 --yarn_temperature"
+UNTRAINED = (
+    *PAIR,
+    again("rope", "yarn4", "RoPE, YaRN x4", "--yarn_scale 4"),
+    again("rope", "yarn16", "RoPE, YaRN x16", "--yarn_scale 16"),
+    again("rope", "warm", "RoPE, YaRN x4, temperature", WARM),
+    again("rope", "pi4", "RoPE, interpolation x4", "--pi_scale 4"),
+    again("fope", "yarn4", "FoPE, YaRN x4", "--yarn_scale 4"),
+    again("fope", "yarn16", "FoPE, YaRN x16", "--yarn_scale 16"),
+)
+SHAPES = (
+    *PAIR,
+    *shape("4x32", "4 layers, 4 x 32", "--n_head 4"),
+    *shape("1x128", "4 layers, 1 x 128", "--n_head 1"),
+    *shape("2layers", "2 layers, 3 x 64", "--n_layer 2 --n_head 3 --n_embd 192"),
+    *shape("7layers", "7 layers, 2 x 48", "--n_layer 7 --n_head 2 --n_embd 96"),
+)
+SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
+DS = [fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}") for n in (2, 4)]
+LETTER = "variant=paper sigma"
+EQUATIONS = [fope(f"paper{s}", f"equations, sigma {s}", f"{LETTER}={s}") for s in (0, 0.1, 0.3)]
+TABLE2 = plain("rope", "rope_a", "nope", "fope")
+TABLE2 += tuple(replace(m, name=f"{m.name}_qk", flags=f"{m.flags} --qk_norm") for m in TABLE2)
+BOOKS_AND_C4 = {"on books": "books", "on C4": "c4"}
+
+FIGURES = {
+    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, more=True),
+    "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", plain(*POSITION_EMBEDDINGS), BOTH),
+    "figure4": Figure("trained on at twice the length: YaRN and FoPE", FIGURE4, BOTH),
+    "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
+    "figure5": Figure(
+        "trained on books, read on books and C4", FOUR, trained_on="books", corpora=BOOKS_AND_C4
+    ),
+    "figure6a": Figure("the two halves of FoPE, the floor and the series", (*PAIR, CF, FS)),
+    "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
+    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS)),
+    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
+    "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
+    "equations": Figure(
+        "not in the paper: its equations, its code", (*plain("fope"), CF, *EQUATIONS)
+    ),
+}
+
+
+@dataclass
+class Setting:
+    """What a kind of model is trained and evaluated with, beyond its preset in train.py."""
+
+    preset: str
+    data: str  # folder of its text, under data/
+    amount: int  # validation tokens, or passkeys for each length
+    tokens: int | None = None  # to train on; None: the preset's
+
+
+TINY = {
+    "text": Setting("tiny_text", "bytes", 81_921),
+    "passkey": Setting("tiny_passkey", "bpe", 100),
+}
+QUICK = {  # the same path with next to no training
+    "text": Setting("tiny_text", "bytes", 16_400, tokens=30_000),
+    "passkey": Setting("tiny_passkey", "bpe", 16, tokens=30_000),
+}
+SETTINGS = {"tiny": TINY, "quick": QUICK}
+for size in ("20M", "60M", "180M", "1.2B"):
+    SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
+
+# Tiny models' data is made here. The others' takes hours and a disk: its command is only named.
+DATA = {
+    "bytes": "--source sotu --tokenizer byte",
+    "bpe": "--source sotu --tokenizer bpe:2048",
+    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer byte",
+    "c4": "--source c4 --max_tokens 1000000 --tokenizer byte",
+}
+BIG_DATA = {
+    "c4": "--source c4 --shards 0-66 --max_tokens 10000000000 --tokenizer gpt2",
+    "books": "--source gutenberg --shards 0-2 --tokenizer gpt2",
+}
+
+# -----------------------------------------------------------------------------
+# from a figure to jobs
+
+
+def is_tiny(args):
+    return args.size in ("tiny", "quick")
+
+
+def data_folder(name, args):
+    return (args.out if is_tiny(args) else ROOT) / "data" / name
+
+
+def run_folder(figure, kind, name, seed, args):
+    """From 20M on one model, trained on text, answers for both kinds."""
+    trained = kind if is_tiny(args) else "text"
+    return args.out / (figure.trained_on or trained) / f"{name}_s{seed}"
+
+
+def recipe_config(preset, **more):
+    """The GPTConfig of one of train.py's presets."""
+    recipe = RECIPES[preset]
+    heads = {"n_head": recipe["n_head"]} if "n_head" in recipe else {}
+    size = SIZE_OF.get(preset, preset)
+    return GPTConfig.preset(size, train_len=recipe["train_len"], **heads, **more)
+
+
+def trained_tokens(model, setting, args):
+    tokens = args.tokens or setting.tokens or RECIPES[setting.preset]["tokens"]
+    continued = model.init_from and not model.eval_flags
+    return tokens // 4 if continued else tokens
+
+
+def train_command(figure, model, kind, seed, args):
+    setting = SETTINGS[args.size][kind]
+    run = run_folder(figure, kind, model.name, seed, args)
+    data = data_folder(figure.trained_on or setting.data, args)
+    command = ["train.py", "--data", data, "--out", run, "--seed", seed, "--device", args.device]
+    command += ["--tokens", trained_tokens(model, setting, args)]
+    config = recipe_config(setting.preset)
+    if model.init_from:  # a quarter of the tokens, at twice the length
+        start = run_folder(figure, kind, model.init_from, seed, args)
+        command += ["--init_from", start, "--train_len", 2 * config.train_len]
+    else:
+        command += ["--preset", setting.preset]
+    K = len(above_floor(rope_freqs(config.head_dim), config.train_len))
+    command += model.flags.format(D2=2 * K, D4=4 * K).split()
+    return command + ["--compile"] * (args.device != "cpu")
+
+
+def eval_commands(figure, model, kind, seed, args):
+    """[(words of the command, the result it writes), ...]: on each corpus of the figure."""
+    script, amount = (
+        ("passkey", "--trials") if kind == "passkey" else ("perplexity", "--max_tokens")
+    )
+    evaluated = model.init_from if model.eval_flags else model.name
+    run = run_folder(figure, kind, evaluated, seed, args)
+    commands = []
+    for corpus, folder in (figure.corpora or {"": ""}).items():
+        tags = [script, model.name if model.eval_flags else "", folder]
+        result = run / f"{'_'.join(tag for tag in tags if tag)}.json"
+        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
+        command += [amount, SETTINGS[args.size][kind].amount, *model.eval_flags.split()]
+        label = model.label
+        if corpus:
+            command += ["--data", data_folder(folder, args)]
+            label = f"{label or plot.STYLES[model.name][0]} {corpus}"
+        command += ["--label", label] if label else []
+        commands.append((command, result))
+    return commands
+
+
+def make_job(figure, model, kind, seed, args):
+    run, needs = run_folder(figure, kind, model.name, seed, args), ""
+    name = str(run.relative_to(args.out))
+    if model.init_from:
+        start = run_folder(figure, kind, model.init_from, seed, args)
+        needs = str(start.relative_to(args.out))
+    trains = not model.eval_flags
+    if kind == "passkey" and not is_tiny(args):  # the text model is evaluated once more
+        name, needs, trains = f"{name} {kind}", name, False
+    commands = [train_command(figure, model, kind, seed, args)] if trains else []
+    evaluations = eval_commands(figure, model, kind, seed, args)
+    commands += [command for command, _ in evaluations]
+    results = [result for _, result in evaluations]
+    setting = SETTINGS[args.size][kind]
+    tokens = trained_tokens(model, setting, args)
+    return Job(name, commands, results, tokens, needs, setting.preset, trains, model.shown)
+
+
+def jobs_of(figure, args):
+    seeds, kinds = range(args.seeds), figure.kinds
+    lines = [(model, kind, seed) for seed in seeds for kind in kinds for model in figure.models]
+    return [make_job(figure, *line, args) for line in lines]
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+def prepare_data(figure, args):
+    """Make the tiny models' data; of the others' say what is missing."""
+    names = {SETTINGS[args.size][kind].data for kind in figure.kinds}
+    if figure.trained_on:
+        names = {figure.trained_on, *figure.corpora.values()}
+    for name in sorted(names):
+        folder = data_folder(name, args)
+        if (folder / "meta.json").exists():
+            continue
+        flags = (DATA if is_tiny(args) else BIG_DATA)[name]
+        if not is_tiny(args):
+            how = f"python prepare_data.py {flags} --out data/{name}"
+            raise ValueError(f"there is no data/{name} yet; make it: {how}")
+        command = [sys.executable, "prepare_data.py", *flags.split(), "--out", str(folder)]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise ValueError(f"the data of {name} could not be prepared")
+
+
+def rates(preset, args):
+    """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
+    recipe, vocab_sizes = RECIPES[preset], {"tiny_text": 257, "tiny_passkey": 2048}
+    vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
+    model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(init_distributed(args.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    micro_batch = recipe["batch_size"] // recipe["grad_accum"]
+    if args.device == "cpu":
+        micro_batch = min(micro_batch, 8)  # more would take minutes
+    else:
+        model.compile_parts()
+    batch = torch.randint(vocab_size, (micro_batch, train_len + 1)).to(args.device)
+    text = torch.randint(vocab_size, (16 * train_len + 1,)).numpy()
+
+    def seconds(call):
+        start = time.time()
+        call()
+        return time.time() - start
+
+    def step():
+        loss = accumulate_gradients(model, batch, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # waits for the device
+
+    train_rate = micro_batch * train_len / min([seconds(step) for _ in range(4)][1:])
+    eval_rate = 16 * train_len / seconds(lambda: window_loss(model, text, 4 * train_len))
+    return train_rate, eval_rate, sum(p.numel() for p in model.parameters())
+
+
+def dry_run(name, figure, args):
+    """Say what is left to do, what it will take, and how long."""
+    jobs = jobs_of(figure, args)
+    left, hours, disk = [job for job in jobs if not job.done()], 0.0, 0
+    if args.device == "cpu":
+        torch.set_num_threads(max(1, n_cores() // args.at_once))
+    measured = {preset: rates(preset, args) for preset in sorted({job.preset for job in left})}
+    for preset, (train_rate, eval_rate, _) in measured.items():
+        print(f"{preset}: {train_rate:,.0f} tokens/s in training, {eval_rate:,.0f} in evaluation")
+    for job in left:
+        train_rate, eval_rate, params = measured[job.preset]
+        is_passkey = "eval_passkey.py" in job.commands[-1]
+        setting = SETTINGS[args.size]["passkey" if is_passkey else "text"]
+        lengths = 31 * RECIPES[job.preset]["train_len"] if is_passkey else 5  # 1 + 2 + .. + 16
+        hours += len(job.results) * setting.amount * lengths / eval_rate / 3600
+        if job.trains:
+            hours += job.tokens / train_rate / 3600
+            disk += 12 * params  # weights and two moments in fp32
+    tokens, models = sum(job.tokens for job in left if job.trains), sum(j.trains for j in left)
+    print(f"{name}: {len(left)} of {len(jobs)} jobs to do; {models} models of {tokens:,} tokens")
+    print(f"in all, {disk / 1e9:.2f} GB of disk, {hours / args.at_once:.2g} hours on this machine")
+
+
+def stop_on_signals():
+    """SIGTERM, and the SIGHUP of a lost connection unless it is ignored (nohup), as Ctrl-C."""
+    for s in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(s) is signal.SIG_DFL:
+            signal.signal(s, signal.default_int_handler)
+
+
+def main(argv=None):
+    parser = ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("figure", nargs="?", choices=FIGURES, metavar="FIGURE", help="a name that --list shows")
+    add("--list", action="store_true", help="the figures and tables")
+    add("--size", choices=SETTINGS, default="tiny", help="of the models")
+    add("--tokens", type=positive_int, help="of each model, instead of the preset's")
+    add("--seeds", type=number(int, 1, 99), default=1, help="models of each kind")
+    add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
+    add("--results", type=Path, help="folder of the figure and its json, if not --out")
+    add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
+    add_device_flag(parser)
+    args = parser.parse_args(argv)
+    if args.list or not args.figure:
+        for name, figure in FIGURES.items():
+            print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
+        return
+    name, figure = args.figure, FIGURES[args.figure]
+    if figure.tiny_only and not is_tiny(args):
+        raise ValueError(f"{name} is made for tiny models: it goes with --size tiny alone")
+    if is_tiny(args):
+        args.device = "cpu"  # one model a core there beats one at a time on a GPU
+    n_tokens = f"_{args.tokens}" if args.tokens else ""
+    args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
+    args.at_once = min(n_cores(), 4) if is_tiny(args) else 1
+    if args.dry_run:
+        dry_run(name, figure, args)
+        return
+
+    # the data, then the models
+    start = time.time()
+    stop_on_signals()
+    try:
+        prepare_data(figure, args)
+        jobs = jobs_of(figure, args)
+        run_jobs(jobs, args)
+    except KeyboardInterrupt:
+        print("stopped, all that ran is saved; the same command continues", file=sys.stderr)
+        sys.exit(130)
+
+    # one file of results, the figure, the table
+    suffix = "" if is_tiny(args) else f"_{args.size}"
+    gathered = [read_json(path) for job in jobs if job.shown for path in job.results]
+    result = (args.results or args.out) / f"{name}{suffix}.json"
+    result.parent.mkdir(parents=True, exist_ok=True)
+    write_json(result, gathered)
+    results = plot.load_results([result])
+    figures = plot.draw(results, result.with_suffix(""), figure.measure, figure.more)
+    print(plot.markdown_table(results, figure.measure))
+    minutes, seconds = divmod(round(time.time() - start), 60)
+    print(f"\nthe figure: {', '.join(figures)}, the results: {result} ({minutes} min {seconds} s)")
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

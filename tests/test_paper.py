@@ -1,0 +1,185 @@
+"""The figures as data, and the runner that makes them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, refuses
+
+import eval_passkey
+import eval_perplexity
+import jobs
+import paper
+import train
+from evaluation import evaluation_parser
+
+
+def arguments(tmp_path, size="tiny", **more):
+    values = dict(size=size, tokens=None, seeds=2, out=tmp_path, device="cpu", at_once=2)
+    return type("Arguments", (), {**values, **more})
+
+
+@pytest.mark.parametrize("size", ["tiny", "20M"])
+@pytest.mark.parametrize("name", paper.FIGURES)
+def test_every_command_of_every_figure_is_understood(name, size, tmp_path, monkeypatch):
+    """By the scripts' own parsers: an unknown flag or preset would fail hours into a campaign."""
+    figure = paper.FIGURES[name]
+    if figure.tiny_only and size != "tiny":
+        pytest.skip(f"{name} has tiny models alone")
+    monkeypatch.setattr(train, "take_over", lambda args: setattr(args, "preset", "tiny"))
+    made = paper.jobs_of(figure, arguments(tmp_path, size))
+    names = [job.name for job in made]
+    results = [path for job in made for path in job.results]
+    assert len(set(names)) == len(names) and len(set(results)) == len(results)
+    assert all(job.needs in ["", *names] for job in made)
+    for job in made:
+        for script, *words in job.commands:
+            words = [str(word) for word in words]
+            if script == "train.py":
+                args = train.parse_args(words)
+                assert args.tokens == job.tokens and args.seed in (0, 1)
+            else:
+                parser = evaluation_parser("")
+                parser.add_argument("--max_tokens")
+                parser.add_argument("--trials")
+                parser.add_argument("--data")
+                parser.parse_args(words)
+                module = eval_passkey if "passkey" in script else eval_perplexity
+                assert module.__name__ == script.removesuffix(".py")
+
+
+def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
+    """What figure 1's json says of its training is what paper.py would do today."""
+    found = {}
+    for result in json.loads((ROOT / "results" / "figure1.json").read_text()):
+        kind = "text" if result["kind"] == "perplexity" else "passkey"
+        found[f"{kind}/{result['pos']}_s{result['seed']}"] = result["training"]
+    made = paper.jobs_of(paper.FIGURES["figure1"], arguments(tmp_path, seeds=3))
+    assert {job.name for job in made} == set(found)
+    for job in made:
+        args = vars(train.parse_args([str(word) for word in job.commands[0][1:]]))
+        recorded = found[job.name]
+        for name in ("pos", "n_head", "train_len", "tokens", "batch_size", "lr", "passkey_frac"):
+            assert args[name] == recorded[name], (job.name, name)
+
+
+def test_series_of_twice_the_frequencies(tmp_path):
+    """K = 11 frequencies of 32 above the floor for text, 6 of 16 for passkeys."""
+    made = paper.jobs_of(paper.FIGURES["figure6c"], arguments(tmp_path, seeds=1))
+    commands = {job.name: job.commands[0] for job in made}
+    assert "n_freq=22" in commands["text/fope_D2_s0"]
+    assert "n_freq=24" in commands["passkey/fope_D4_s0"]
+
+
+def test_from_20M_on_one_model_answers_for_both(tmp_path):
+    made = paper.jobs_of(paper.FIGURES["figure1"], arguments(tmp_path, "20M"))
+    trained = [job for job in made if job.trains]
+    assert len(made) == 16 and len(trained) == 8
+    passkey = next(job for job in made if job.name == "text/rope_s0 passkey")
+    assert passkey.needs == "text/rope_s0" and len(passkey.commands) == 1
+
+
+# --- the runner
+
+
+def job(tmp_path, name, code="", needs="", tokens=7):
+    """A job that runs `code` and writes a result of a model of 7 tokens."""
+    result = tmp_path / f"{name}.json"
+    code = f"open({str(tmp_path / 'order')!r}, 'a').write({name!r} + ' '); {code}"
+    content = {"training": {"tokens": 7}}
+    done = f"{code}\nimport sys, json; json.dump({content}, open(sys.argv[1], 'w'))"
+    return jobs.Job(name, [["-c", done, result]], [result], tokens, needs)
+
+
+def test_jobs_run_once_and_in_order(tmp_path):
+    made = [job(tmp_path, "b", needs="a"), job(tmp_path, "a"), job(tmp_path, "c")]
+    made[2].results[0].write_text('{"training": {"tokens": 7}}')  # done before
+    jobs.run_jobs(made, arguments(tmp_path))
+    assert (tmp_path / "order").read_text() == "a b "
+    jobs.run_jobs(made, arguments(tmp_path))
+    assert (tmp_path / "order").read_text() == "a b "
+
+
+def test_results_of_another_budget_are_not_taken_for_these(tmp_path):
+    jobs.run_jobs([job(tmp_path, "a")], arguments(tmp_path))
+    with pytest.raises(ValueError, match="a model of 7 tokens, not 8"):
+        jobs.run_jobs([job(tmp_path, "a", tokens=8)], arguments(tmp_path))
+
+
+def test_a_failed_job_shows_the_end_of_its_log_and_stops_what_needs_it_alone(tmp_path, capsys):
+    made = [
+        job(tmp_path, "bad", "import sys; sys.exit('error: this is why')"),
+        job(tmp_path, "after", needs="bad"),
+        job(tmp_path, "other", "import time; time.sleep(1)"),
+    ]
+    with pytest.raises(ValueError, match=r"(?s)1 of 3 jobs failed; of bad .*bad.log.*this is why"):
+        jobs.run_jobs(made, arguments(tmp_path))
+    assert made[2].done() and not made[1].done()
+    assert "bad failed; the end of" in capsys.readouterr().err
+
+
+def test_the_runner_shows_the_bar_of_a_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.Running, "start_next", lambda self: None)
+    running = jobs.Running(job(tmp_path, "a", ""), 0, arguments(tmp_path))
+    bar = "\rrope:  12%|# | 1k/9k [00:01<00:09]\rrope:  37%|#### | 4k/9k [00:04<00:05, loss=2]"
+    running.log.write_text(bar)
+    running.show()
+    assert running.bar.n == 37
+
+
+# --- the command
+
+
+def test_list_and_refusals(capsys, tmp_path):
+    paper.main(["--list"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in paper.FIGURES)
+    wanted = ["figure1", "figure4", "figure5", "figure6a", "figure6b", "figure6c", "table2"]
+    assert set(wanted) <= set(paper.FIGURES)
+    refuses(paper.main, ["figure9"], "invalid choice", "figure6a")
+    refuses(paper.main, ["figure1", "--size", "3B"], "invalid choice")
+    refuses(paper.main, ["figure1", "--seeds", "0"], "--seeds", "at least 1")
+    refuses(paper.main, ["figure6a_shape", "--size", "20M"], "tiny alone")
+    argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
+    if not (ROOT / "data" / "c4" / "meta.json").exists():
+        refuses(paper.main, argv, "no data/c4", "python prepare_data.py --source c4")
+
+
+@pytest.mark.slow
+def test_dry_run_counts_what_is_left(capsys, tmp_path):
+    paper.main(["figure1", "--seeds", "2", "--dry-run", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "16 of 16 jobs" in printed and "16 models of 15,155,200 tokens" in printed
+    assert "GB of disk" in printed and "hours on this machine" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def start(tmp_path, figure):
+    command = [sys.executable, "paper.py", figure, "--size", "quick", "--out", str(tmp_path)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+@pytest.mark.slow
+def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
+    """Ctrl-C in the middle of training saves; the same command ends with figure, json and table."""
+    process = start(tmp_path, "figure6a")
+    log = tmp_path / "text" / "rope_s0" / "log.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "the same command continues" in stderr
+    assert (tmp_path / "text" / "rope_s0" / "checkpoint.pt").exists()
+    output, stderr = start(tmp_path, "figure6a").communicate(timeout=300)
+    assert (tmp_path / "figure6a.png").exists(), stderr
+    results = json.loads((tmp_path / "figure6a.json").read_text())
+    assert [r["label"] for r in results] == [None, None, "FoPE, CF alone", "FoPE, FS alone"]
+    assert all(r["training"]["tokens"] == 30000 and r["commit"] for r in results)
+    assert "| FoPE, FS alone | 1 |" in output and "the figure: " in output
+    logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert logged == sorted(set(logged))
