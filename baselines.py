@@ -29,7 +29,10 @@ class LearnedBias(PositionEmbedding):
     """The base of embeddings that add a learned bias to the logits."""
 
     def bias(self, i, j):
-        """What to add for queries at i (N,) and keys at j (T,): (n_head, N, T), any if j > i."""
+        """
+        What to add for queries at i (N,) and keys at j (T,): (n_head, N, T). What it is for j > i
+        is ignored.
+        """
         raise NotImplementedError
 
     def attend(self, q, k, v):
@@ -53,7 +56,7 @@ class LearnedBias(PositionEmbedding):
     def attend_block(self, q, k, v, start):
         i = torch.arange(start, start + q.size(-2), device=q.device)
         j = torch.arange(k.size(-2), device=q.device)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):  # bf16 would round positions over 256
             bias = self.bias(i, j).masked_fill(j > i[:, None], -torch.inf).to(q.dtype)
         # (1, n_head, N, T): the fused CPU kernel wants 4 dimensions
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
@@ -87,8 +90,8 @@ class FIRE(LearnedBias):
     the distance as a share of all that the query can see. f is an MLP 1 -> 32 -> n_head; c and L
     are learned.
 
-    L starts at a quarter of the training length (512 of 2048 in FIRE's paper) and is stored as a
-    multiple of that, since an optimizer step of fixed size means something for a number near 1.
+    L starts at a quarter of the training length (512 of 2048 in FIRE's paper). Adam moves every
+    parameter by about the learning rate, so L is stored as a multiple of its start, near 1.
     c starts at 0.1.
     """
 
@@ -98,6 +101,7 @@ class FIRE(LearnedBias):
         self.mlp = nn.Sequential(*layers)
         self.c = nn.Parameter(torch.tensor(0.1))
         self.L_multiple = nn.Parameter(torch.tensor(1.0))
+        # saved, since it stays that of the first training length when L is inherited
         self.register_buffer("L_start", torch.tensor(self.train_len / 4))
 
     def bias(self, i, j):
@@ -116,8 +120,8 @@ class FIRE(LearnedBias):
 class RoPEA(RoPE):
     """
     RoPE with aligned frequencies, the paper's RoPE-A: each moved to the nearest one that completes
-    whole cycles in the training length, so that the rotation itself is periodic there. Of those
-    under one cycle, the upper half completes one, and the rest (under half a cycle) none.
+    whole cycles in the training length, so that the rotation itself is periodic there. What
+    completes half a cycle or more gets one; what completes less gets frequency zero.
     """
 
     def __init__(self, **kwargs):
@@ -142,6 +146,7 @@ def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, bet
     that followed it; the paper's formula is linear in the number of turns. freqs need not be
     RoPE's: m is computed from the frequency.
     """
+    # beta 32 and 1 are the paper's; head_dim - 1 and 0.001 are its code's
     per_octave = head_dim / 2 / math.log2(theta)  # m grows by this much when w halves
     low = max(math.floor(-per_octave * math.log2(2 * math.pi * beta_fast / original_len)), 0)
     high = -per_octave * math.log2(2 * math.pi * beta_slow / original_len)
@@ -150,22 +155,29 @@ def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, bet
     return freqs + ramp * (freqs / factor - freqs)
 
 
+SCALINGS = ("yarn", "interpolate")
+
+
 def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, theta):
     """
-    Keywords that let RoPE or FoPE, trained at original_len, read `factor` times as far: the
-    embedding stays what it was made for, FoPE's floor included, and turns more slowly.
+    Keywords that let RoPE or FoPE, trained at original_len, read `factor` times as far. The
+    embedding stays what it was made for, FoPE's floor included, and turns more slowly: train_len
+    is original_len, whatever the model is trained at now.
 
-    kind: "yarn" or "interpolate". temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's
-    paper does; the FoPE authors' code leaves that out.
+    model.make_pos calls this with GPTConfig.rope_scaling, which the flags --yarn_scale and
+    --pi_scale give to a trained model (common.parse_rope_scaling, checkpoint.with_pos).
+
+    kind: one of SCALINGS. temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper
+    does; the FoPE authors' code leaves that out.
     """
+    if kind not in SCALINGS:
+        raise ValueError(f"unknown rope_scaling {kind!r}; known: {', '.join(SCALINGS)}")
+    scale = partial(interpolate, factor=factor)
     if kind == "yarn":
-        scale = partial(
-            yarn, factor=factor, original_len=original_len, head_dim=head_dim, theta=theta
-        )
-    else:
-        scale = partial(interpolate, factor=factor)
-    warmth = 0.1 * math.log(factor) + 1 if temperature else 1.0
-    return {"train_len": original_len, "scale": scale, "temperature": warmth}
+        trained = dict(original_len=original_len, head_dim=head_dim, theta=theta)
+        scale = partial(yarn, factor=factor, **trained)
+    qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
+    return {"train_len": original_len, "scale": scale, "qk_factor": qk_factor}
 
 
 POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA}

@@ -1,6 +1,6 @@
 """
-A run on disk: a folder with checkpoint.pt (weights, optimizer, step), config.json (what model it
-is and what it was trained on, to be read by people too), log.jsonl and the tokenizer.
+A run on disk: a folder with checkpoint.pt (weights, optimizer, step, and what model it is and what
+it was trained on), config.json (a copy of the latter, for people), log.jsonl and the tokenizer.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common import read_json, write_atomically, write_json
+from common import write_atomically, write_json
 from model import GPT, GPTConfig
 
 
@@ -22,9 +22,9 @@ def save_checkpoint(folder, model, metadata=None, **state):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model": asdict(model.config), **(metadata or {})}
-    write_json(folder / "config.json", config)
     state = {"config": config, "model": model.state_dict(), **state}
     write_atomically(folder / "checkpoint.pt", lambda f: torch.save(state, f))
+    write_json(folder / "config.json", config)
 
 
 def load_checkpoint(folder, device="cpu"):
@@ -34,18 +34,15 @@ def load_checkpoint(folder, device="cpu"):
 
     OSError or ValueError, each with one sentence, for a folder that is no checkpoint or is damaged.
     """
-    folder = Path(folder)
-    metadata = read_json(folder / "config.json")
-    path = folder / "checkpoint.pt"
+    path = Path(folder) / "checkpoint.pt"
     if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint in {folder}: {path.name} is missing")
+        raise FileNotFoundError(f"there is no checkpoint in {folder}: there is no file {path}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save: a zip with a checksum of every tensor
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if state.get("config") != metadata:
-            raise ValueError("it was saved with another config.json than the one beside it")
+        metadata = state["config"]
         model = GPT(GPTConfig(**metadata.pop("model")))
         model.load_state_dict(state["model"])
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise

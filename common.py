@@ -26,8 +26,9 @@ import torch.distributed as dist
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         # a flag without a value of its own has no default worth printing
-        silent = action.default in (None, False) or action.default == []
-        return action.help if silent else super()._get_help_string(action)
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -60,6 +61,49 @@ def add_device_flag(parser):
     found = torch.accelerator.is_available()
     default = torch.accelerator.current_accelerator().type if found else "cpu"
     parser.add_argument("--device", default=default, help="cpu, cuda, cuda:1, mps, xpu, ...")
+
+
+def add_pos_flags(parser):
+    """Flags of the position embedding, which training and evaluation both have."""
+    add, factor = parser.add_argument, number(float, 1, 10**9)
+    add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as variant=paper sigma=0.4")
+    add("--yarn_scale", type=factor, help="read this many times the trained length, by YaRN")
+    add("--yarn_temperature", action="store_true", help="as YaRN's paper; FoPE's leaves it out")
+    add("--pi_scale", type=factor, help="the same, but by position interpolation")
+
+
+def parse_pos_args(pairs):
+    """["sigma=0.4", "variant=paper"] -> {"sigma": 0.4, "variant": "paper"}."""
+    keywords = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or key in keywords:
+            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value, each once")
+        try:
+            keywords[key] = json.loads(text)
+        except ValueError:
+            keywords[key] = text
+    return keywords
+
+
+def parse_rope_scaling(args, trained):
+    """
+    GPTConfig.rope_scaling as the flags say, None where they say nothing. They lower frequencies
+    that a model, whose config is `trained`, has learned at its training length.
+    """
+    if args.yarn_scale and args.pi_scale:
+        raise ValueError("--yarn_scale and --pi_scale both lower the frequencies: give one of them")
+    factor = args.yarn_scale or args.pi_scale
+    if factor is None:
+        if args.yarn_temperature:
+            raise ValueError("--yarn_temperature goes with --yarn_scale")
+        return None
+    if trained is None:
+        raise ValueError("--yarn_scale and --pi_scale are for a trained model: use --init_from")
+    original_len = (trained.rope_scaling or {}).get("original_len", trained.train_len)
+    kind = "yarn" if args.yarn_scale else "interpolate"
+    scaling = {"kind": kind, "factor": factor, "original_len": original_len}
+    return scaling | ({"temperature": True} if args.yarn_temperature else {})
 
 
 def is_out_of_memory(e):
@@ -164,7 +208,9 @@ def init_distributed(device):
     if device.split(":")[0] not in known:
         raise ValueError(f"--device must be {' or '.join(known)} on this machine, not {device}")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1 and device == known[-1] != "cpu":
+    if world > 1 and device != "cpu":
+        if device == "mps" or ":" in device:
+            raise ValueError(f"several processes cannot share --device {device}")
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.empty(0, device=device).device
@@ -172,9 +218,11 @@ def init_distributed(device):
         reason = str(e).splitlines()[0]
         raise ValueError(f"--device {device} cannot be used here: {reason}") from None
     if world > 1 and not dist.is_initialized():
+        backend = "cpu:gloo"  # sums of results are on the CPU, gradients on the device
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
-        dist.init_process_group()  # gloo for the CPU's tensors, for the GPU's its own
+            backend += f",{device.type}:{dist.get_default_backend_for_device(device)}"
+        dist.init_process_group(backend)
         atexit.register(dist.destroy_process_group)
         if rank() > 0:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -197,6 +245,11 @@ def all_reduce_sum(tensor):
     return tensor
 
 
+def barrier():
+    """Wait until every process is here."""
+    all_reduce_sum(torch.zeros(1))
+
+
 # -----------------------------------------------------------------------------
 # where a result comes from
 
@@ -214,9 +267,11 @@ def git_commit():
     try:
         commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
         changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode
-        return commit + "-dirty" * bool(commit and changed) or "unknown"
     except OSError:
         return "unknown"
+    if not commit:
+        return "unknown"
+    return f"{commit}-dirty" if changed else commit
 
 
 def provenance(device):

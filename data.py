@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from common import (
-    all_reduce_sum,
+    barrier,
     file_sha256,
     rank,
     read_json,
@@ -167,7 +167,7 @@ class TokenData:
         self.folder, self.shards = folder, [read_shard(path) for path in paths]
         if rank() == 0:
             check_content(folder, paths, listed, self.meta["vocab_size"])
-        all_reduce_sum(torch.zeros(1))  # the others wait until it is checked
+        barrier()  # the others wait until it is checked
         self.starts = np.cumsum([0] + [len(s) for s in self.shards])
 
     def __len__(self):
@@ -283,7 +283,7 @@ class Batches:
             raise ValueError(f"{data.folder} has {few}")
         self.epoch, self.order = None, None
 
-    def text(self, i):
+    def window(self, i):
         """The i-th window of text: train_len + 1 tokens, the last one the target of the others."""
         epoch, position = divmod(i, self.n_windows)
         if epoch != self.epoch:
@@ -300,7 +300,7 @@ class Batches:
     def sequence(self, i):
         n_passkeys = math.floor(i * self.passkey_frac)  # among the i sequences before this one
         is_passkey = math.floor((i + 1) * self.passkey_frac) > n_passkeys
-        return self.passkey(n_passkeys) if is_passkey else self.text(i - n_passkeys)
+        return self.passkey(n_passkeys) if is_passkey else self.window(i - n_passkeys)
 
     def batch(self, step):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""

@@ -3,7 +3,6 @@ What both evaluations share: their flags, the model with its position embedding 
 the table on the screen, and the json with its provenance.
 """
 
-import json
 import math
 import re
 import sys
@@ -13,11 +12,14 @@ from checkpoint import load_run, with_pos
 from common import (
     ArgumentParser,
     add_device_flag,
+    add_pos_flags,
     init_distributed,
     is_out_of_memory,
-    number,
+    parse_pos_args,
+    parse_rope_scaling,
     provenance,
     rank,
+    world_size,
     write_json,
 )
 
@@ -51,49 +53,6 @@ def evaluation_parser(doc):
     return parser
 
 
-def add_pos_flags(parser):
-    """Flags of the position embedding, which training and evaluation both have."""
-    add, factor = parser.add_argument, number(float, 1, 10**9)
-    add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as variant=paper sigma=0.4")
-    add("--yarn_scale", type=factor, help="read this many times the trained length, by YaRN")
-    add("--yarn_temperature", action="store_true", help="as YaRN's paper; FoPE's leaves it out")
-    add("--pi_scale", type=factor, help="the same, but by position interpolation")
-
-
-def parse_pos_args(pairs):
-    """["sigma=0.4", "variant=paper"] -> {"sigma": 0.4, "variant": "paper"}."""
-    keywords = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or key in keywords:
-            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value, each once")
-        try:
-            keywords[key] = json.loads(text)
-        except ValueError:
-            keywords[key] = text
-    return keywords
-
-
-def parse_rope_scaling(args, trained):
-    """
-    GPTConfig.rope_scaling as the flags say, None where they say nothing. They lower frequencies
-    that a model, whose config is `trained`, has learned at its training length.
-    """
-    if args.yarn_scale and args.pi_scale:
-        raise ValueError("--yarn_scale and --pi_scale both lower the frequencies: give one of them")
-    factor = args.yarn_scale or args.pi_scale
-    if factor is None:
-        if args.yarn_temperature:
-            raise ValueError("--yarn_temperature goes with --yarn_scale")
-        return None
-    if trained is None:
-        raise ValueError("--yarn_scale and --pi_scale are for a trained model: use --init_from")
-    original_len = (trained.rope_scaling or {}).get("original_len", trained.train_len)
-    kind = "yarn" if args.yarn_scale else "interpolate"
-    scaling = {"kind": kind, "factor": factor, "original_len": original_len}
-    return scaling | ({"temperature": True} if args.yarn_temperature else {})
-
-
 def parse_lengths(text, train_len):
     if text is None:
         return [train_len * factor for factor in (1, 2, 4, 8, 16)]
@@ -123,23 +82,27 @@ def load_for_evaluation(args):
 
 def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
     """
-    Run evaluate(length) -> dict for every length, print the table, write the json. A length for
-    which evaluate raises DoesNotFit, or the memory does not suffice, is reported and skipped.
-    ValueError where no length is left, and for a model that gives no numbers.
+    Run evaluate(length) -> dict of numbers for every length, print the table, write the json. A
+    length for which evaluate raises DoesNotFit, or the memory does not suffice, is reported and
+    skipped. ValueError where no length is left, and for a model that gives no numbers.
     """
+    # the file, now and not after the work
     config = model.config
     out = Path(args.out or Path(args.checkpoint) / f"{kind}.json")
     if out.is_dir() or out.name == "config.json":
         raise ValueError(f"--out {out} is no file for results")
-    out.parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    # length by length
     done, skipped = {}, {}
     for length in parse_lengths(args.lengths, config.train_len):
         try:
             row = evaluate(length)
         except (DoesNotFit, MemoryError, RuntimeError) as e:
-            if not isinstance(e, DoesNotFit) and not is_out_of_memory(e):
-                raise
-            skipped[length] = str(e) if isinstance(e, DoesNotFit) else "out of memory"
+            fits = not isinstance(e, DoesNotFit)
+            if fits and (world_size() > 1 or not is_out_of_memory(e)):
+                raise  # of several processes one cannot skip alone
+            skipped[length] = "out of memory" if fits else str(e)
             print(f"length {length:,} is skipped: {skipped[length]}", file=sys.stderr)
             continue
         shown = {k: v for k, v in row.items() if isinstance(v, int | float)}
@@ -154,6 +117,8 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
         print(f"{name:>15}{''.join(cells)}", flush=True)
     if not done:
         raise ValueError("no length could be evaluated")
+
+    # the result: what was read by which model, from where, and how it did
     sizes = ("n_layer", "n_head", "n_embd", "vocab_size", "theta", "init_std", "qk_norm")
     embedding = ("pos", "pos_args", "rope_scaling", "train_len", "seed")
     result = {

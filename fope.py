@@ -4,7 +4,7 @@ Position embeddings: everything a token knows about where it is.
     NoPE    nothing but the causal mask
     ALiBi   a penalty on distance, added to the attention logits           (Press et al., 2022)
     RoPE    each pair of query/key dimensions turns at one frequency       (Su et al., 2021)
-    FoPE    each pair turns by a Fourier series, slow frequencies removed  (Hua et al., ICML 2025)
+    FoPE    each pair follows a Fourier series, slow frequencies removed   (Hua et al., ICML 2025)
 
 Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
 
@@ -12,19 +12,18 @@ An embedding is one nn.Module with four methods. q, k, v are (B, n_head, T, head
 t is index t:
 
     rotate(q, k)     what it does to queries and keys
-    attend(q, k, v)  fused causal attention over rotated q and k, with the embedding's bias on the
+    attend(q, k, v)  fused causal attention over ROTATED q and k, with the embedding's bias on the
                      logits, in O(T) memory
-    scores(q, k)     the (B, n_head, T, T) logits of unrotated q and k, before mask and softmax:
-                     the formula itself, slow, to be read and to test attend() against
-    inherit(old)     start from what `old`, the embedding that the weights were trained with, has
+    scores(q, k)     the (B, n_head, T, T) logits of q and k that are NOT rotated yet, before mask
+                     and softmax: the formula itself, slow, to be read and to test attend() against
+    inherit(old)     take over what `old`, the embedding that the weights were trained with, has
                      learned or drawn
 
-To add one: write a class, and its name into POSITION_EMBEDDINGS. baselines.py does so with the
+To add one: write a class, and its name into POSITION_EMBEDDINGS, as baselines.py does with the
 paper's other three.
 """
 
 import math
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +39,16 @@ def rope_freqs(head_dim, theta=10000.0):
 
 
 def rotation_tables(freqs, T):
-    """cos(t w_m) and sin(t w_m) of positions t = 0 .. T-1: two (T, len(freqs)) tables, fp32."""
+    """cos(t w_m), sin(t w_m) of positions t = 0 .. T-1: two (T, len(freqs)), fp32, on the CPU."""
     angles = torch.outer(torch.arange(T).float(), freqs)
     return angles.cos(), angles.sin()
 
 
 def apply_rotation(x, cos, sin):
     """
-    Turn each pair of dimensions (i, i + head_dim/2) of x (..., T, head_dim) by an angle, given as
-    cos and sin, (T, head_dim/2) or (n_head, T, head_dim/2). In fp32; returned in the dtype of x.
-
-    With x1 + i x2 as one complex number it is the product with cos + i sin, RoPE's e^{i w_m t}.
+    Multiply each pair of dimensions (m, m + head_dim/2) of x (..., T, head_dim), as one complex
+    number x1 + i x2, by cos + i sin: a rotation where that is RoPE's e^{i w_m t}. The tables are
+    (T, head_dim/2) or (n_head, T, head_dim/2). In fp32; returned in the dtype of x.
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
@@ -61,7 +59,7 @@ def apply_rotation(x, cos, sin):
 
 
 class PositionEmbedding(nn.Module):
-    """What all embeddings have, and what one does that changes nothing. train_len is in tokens."""
+    """The interface. As it stands it changes nothing. train_len in tokens; theta is RoPE's."""
 
     def __init__(self, *, head_dim, n_head, train_len, theta=10000.0):
         super().__init__()
@@ -113,14 +111,15 @@ class ALiBi(PositionEmbedding):
         product. j is split into 256 floor(j/256) and j mod 256, since bf16 holds integers exactly
         only up to 256, and both parts exactly up to j = 65535.
         """
-        B, H, T, D = q.shape
+        B, H, T, head_dim = q.shape
         j = torch.arange(T, device=q.device)
         key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(q.dtype).expand(B, H, T, 2)
         query_columns = self.slopes.to(q.dtype).view(1, H, 1, 1).expand(B, H, T, 2)
-        q = torch.cat((q / math.sqrt(D), query_columns), dim=-1)  # (B, H, T, D + 2)
+        q = torch.cat((q / math.sqrt(head_dim), query_columns), dim=-1)  # (B, H, T, head_dim + 2)
         k = torch.cat((k, key_columns), dim=-1)
         v = F.pad(v, (0, 2))  # the fused CPU kernel wants q, k and v of one width
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        return y[..., :head_dim]
 
     def scores(self, q, k):
         t = torch.arange(q.size(-2), device=q.device)
@@ -135,35 +134,36 @@ class RoPE(PositionEmbedding):
     """
     Rotary position embedding: pair m of the query (key) at position t turns by the angle t w_m.
 
-    scale: a function of frequencies that returns those to turn with, such as YaRN's in
-    baselines.py, which lets a trained model read further. q and k are multiplied by temperature.
+    scale: a function of the frequencies that returns those to turn with, such as YaRN in
+    baselines.py, which lets a trained model read further. q and k are both multiplied by qk_factor.
     """
 
-    def __init__(self, *, scale=lambda freqs: freqs, temperature=1.0, **kwargs):
+    def __init__(self, *, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs):
         super().__init__(**kwargs)
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, since pairs turn, not {self.head_dim}")
-        self.scale, self.temperature = scale, temperature
+        self.scale, self.qk_factor = scale, qk_factor
+        # not saved: the frequencies follow from the config, the tables from the frequencies
         self.register_buffer("freqs", rope_freqs(self.head_dim, self.theta), persistent=False)
-        # The tables do not train: they are kept for the longest text so far.
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
     def forget_tables(self, *_):
-        """To be called when frequencies or coefficients change after the tables have been used."""
+        """Called when weights are loaded; to be called when frequencies or coefficients change."""
         self.cos = self.sin = None
 
     def make_tables(self, T):
-        """cos and sin of positions 0 .. T-1, on the CPU: (T, head_dim/2), or one for each head."""
+        """cos and sin of positions 0 .. T-1, on the CPU: two (T, head_dim/2)."""
         return rotation_tables(self.scale(self.freqs.cpu()), T)
 
     @torch.no_grad()
     def tables(self, T):
+        """make_tables(T) on the device, times qk_factor; kept for the longest text so far."""
         if self.cos is None or self.cos.size(-2) < T:
             cos, sin = self.make_tables(T)
-            self.cos = (cos * self.temperature).to(self.freqs.device)
-            self.sin = (sin * self.temperature).to(self.freqs.device)
+            self.cos = (cos * self.qk_factor).to(self.freqs.device)
+            self.sin = (sin * self.qk_factor).to(self.freqs.device)
         return self.cos[..., :T, :], self.sin[..., :T, :]
 
     def rotate(self, q, k):
@@ -176,42 +176,47 @@ class RoPE(PositionEmbedding):
 
 
 def above_floor(freqs, train_len):
-    """Those that complete a cycle in train_len tokens, w >= 2 pi / train_len, in order: (K,)."""
+    """The frequencies that complete a cycle in train_len tokens, w >= 2 pi / train_len."""
     return freqs[freqs >= 2 * math.pi / train_len]
 
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding (section 4).
+    Fourier Position Embedding (section 4), for the head_dim/2 pairs of a head.
 
-    CF, the floor: a frequency under 2 pi / train_len never completes a cycle in training, so
-    attention never learns what it does there. Those dimensions get frequency zero: they no longer
-    turn. The floor belongs to the TRAINING length and stays when a longer text is read.
+    CF, "clip floor to zero": a frequency under 2 pi / train_len never completes a cycle in
+    training, so attention never learns what it does there. Those pairs get frequency zero: they
+    no longer turn. The floor belongs to the TRAINING length and stays when a longer text is read.
 
-    FS, the series: linear layers and activations mix frequencies into each dimension. So each of
-    the K dimensions above the floor turns by a Fourier series over a set of D frequencies, its own
-    with weight 1 and all with small random ones (Eq. 11-13):
+    FS, the Fourier series: linear layers and activations mix frequencies into each pair. So each of
+    K pairs follows a series over a set of D frequencies, its own with weight 1 and all with small
+    random ones (Eq. 11-13):
 
         cos_table[h, t, k] = sum_d cos(t w_d) cos_coef[h, d, k]       and the same with sin
 
-    freqs (D,): the RoPE frequencies above the floor, largest first, then random ones, uniform in
-    [0, pi], up to n_freq in all.
-    cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, never trained,
-    saved with the model.
+    The pair is multiplied by the complex number cos + i sin of its tables. Without noise that is
+    RoPE's rotation. With noise it also stretches, since cos and sin have coefficients of their own.
 
-    variant="released" is the authors' code, which their numbers come from; "paper" turns q and k
-    by the equations' series to the letter. (The equations' series is a function of the distance;
-    turning q and k separately, as the code does, gives a product of two.)
+    freqs (D,): the n_kept RoPE frequencies above the floor, largest first, then random ones,
+    uniform in [0, pi] (under the floor, too), up to n_freq.
+    cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, each head and each
+    of the two for itself, never trained, saved with the model. sigma is the size of the noise.
 
-                        "released"                                    "paper"
-        outputs K       min(frequencies above the floor, head_dim/4)  all above the floor
-        noise           xavier normal, gain sigma (0.02 at D = 16)    N(0, sigma^2)
-        weight 1 is at  d = k; under the cap every 2nd or 3rd         d = k
-        below the floor cos 1, sin 1                                  cos 1, sin 0
+    variant="released" is the authors' code, which their numbers come from. "paper" has the
+    equations' tables. (Their logit is one series in i - j; code turns q and k each, so the logit
+    is a product of two series and, with noise, depends on i and j.)
 
-    With sin 1 those dimensions turn by 45 degrees and are stretched by sqrt(2), q and k alike:
-    their share of q.k doubles. CF alone is sigma=0. FS alone is floor=False: all head_dim/2
-    frequencies are kept and nothing is capped.
+                        "released"                            "paper"
+        K               min(n_kept, head_dim/4)               n_kept
+        noise           xavier normal, gain sigma             N(0, sigma^2)
+        its real std    sigma sqrt(2 / (K (D + n_head)))      sigma
+        own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
+        other pairs     cos 1, sin 1                          cos 1, sin 0
+
+    With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their share of
+    q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
+    alone: close to 0, so that their pairs all but drop out of q.k.
+    CF alone is sigma=0. FS alone is floor=False: all head_dim/2 frequencies are kept, none is cut.
     """
 
     def __init__(self, *, sigma=0.3, n_freq=None, variant="released", floor=True, **kwargs):
@@ -229,20 +234,18 @@ class FoPE(RoPE):
             K = min(K, self.head_dim // 4)
         if K == 0:
             size = f"head_dim {self.head_dim} and train_len {self.train_len}"
-            raise ValueError(f"FoPE has nothing to turn with {size}; they must be at least 4 and 7")
+            raise ValueError(f"FoPE has nothing to turn with {size}: under 4, or under 7")
         if len(kept) > D:
-            raise ValueError(f"n_freq is {D}, but {len(kept)} frequencies lie above the floor")
+            raise ValueError(f"n_freq is {D}, but {len(kept)} frequencies are kept")
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
+        # (D,) instead of RoPE's, and saved, since some are random
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))
         self.register_buffer("cos_coef", self.identity(D, K) + self.draw_noise(D, K))
-        if n_without := K - int(self.identity(D, K).sum()):
-            what = f"{K - n_without} have a frequency of their own, {n_without} are noise alone"
-            warnings.warn(f"of FoPE's {K} series {what}; variant=paper keeps all", stacklevel=2)
 
     def identity(self, D, K):
         """Weight 1 where the table above says: (D, K)."""
-        stride = math.ceil(self.n_kept / K)  # may end before K: the columns left are noise alone
+        stride = math.ceil(self.n_kept / K)  # over 1 there may be fewer than K of them
         d = torch.arange(0, self.n_kept, stride)[:K]
         identity = torch.zeros(D, K)
         identity[d, torch.arange(len(d))] = 1.0
@@ -254,27 +257,25 @@ class FoPE(RoPE):
         if self.variant == "paper":
             return nn.init.normal_(noise, std=self.sigma)
         # In three dimensions xavier counts D K as fan-in and n_head K as fan-out, as if for a
-        # convolution. So the noise is much smaller than sigma, and is what the authors ran:
-        # std = sigma sqrt(2 / (K (D + n_head))).
+        # convolution: 0.022 for the 60M model's sigma of 0.3.
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
-        """The series of every head, zero frequencies last: two (n_head, T, head_dim/2)."""
+        """The series of K pairs, then the constant pairs: two (n_head, T, head_dim/2), CPU."""
         cos, sin = super().make_tables(T)  # (T, D)
-        # Eq. 11, in fp64 since autocast and TF32 would round a product in fp32
+        # Eq. 11, once for each length, in fp64: the same on every device, rounded by no setting
         cos = (cos.double() @ self.cos_coef.cpu().double()).float()  # (n_head, T, K)
         sin = (sin.double() @ self.sin_coef.cpu().double()).float()
-        n_zero = self.head_dim // 2 - cos.size(-1)
-        cos = F.pad(cos, (0, n_zero), value=1.0)
-        sin = F.pad(sin, (0, n_zero), value=1.0 if self.variant == "released" else 0.0)
+        n_constant = self.head_dim // 2 - cos.size(-1)
+        cos = F.pad(cos, (0, n_constant), value=1.0)
+        sin = F.pad(sin, (0, n_constant), value=1.0 if self.variant == "released" else 0.0)
         return cos, sin
 
     def inherit(self, old):
         """
         Keep the coefficients of every frequency that both have. A longer training length lowers
-        the floor; the frequencies that pass it now come after the old ones, with coefficients of
-        their own: noise in the old series, and in each new series noise and weight 1 on the
-        frequency of its number.
+        the floor, and more frequencies pass it. Each of these gets a row of noise in the old
+        series, and a series of its own: noise, and weight 1 at d = k.
         """
         if not isinstance(old, FoPE):
             return  # nothing is drawn there: this one's draws stay
@@ -282,16 +283,20 @@ class FoPE(RoPE):
         if (old_D, old_K) == (D, K) and self.sigma != old.sigma:
             was = f"{old.sigma} when all coefficients were drawn"
             raise ValueError(f"sigma was {was}, it cannot become {self.sigma}")
-        n, n_series = min(self.n_kept, old.n_kept), min(K, old_K)
-        n_more = min(D - self.n_kept, old_D - old.n_kept)  # further ones, from n_freq
-        rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_more)))
-        old_rows = torch.cat((torch.arange(n), old.n_kept + torch.arange(n_more)))
+        # the rows (frequencies) that both have: first the kept ones, then the random ones
+        n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
+        rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))
+        old_rows = torch.cat((torch.arange(n), old.n_kept + torch.arange(n_random)))
         self.freqs[rows] = old.freqs[old_rows]
+        # the columns (series): weight 1 at d = k for new ones, the old coefficients for old ones
+        both_K = min(K, old_K)
+        new = range(both_K, K)
         for coef, old_coef in ((self.sin_coef, old.sin_coef), (self.cos_coef, old.cos_coef)):
             coef -= self.identity(D, K)
-            coef[:, range(n_series, K), range(n_series, K)] += 1.0
-            coef[:, rows, :n_series] = old_coef[:, old_rows, :n_series]
+            coef[:, new, new] += 1.0
+            coef[:, rows, :both_K] = old_coef[:, old_rows, :both_K]
         self.forget_tables()
 
 
+# baselines.py, which model.py imports, adds kerple, fire and rope_a
 POSITION_EMBEDDINGS = {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE}

@@ -26,7 +26,7 @@ from fope import POSITION_EMBEDDINGS
 # name: (n_layer, n_head, n_embd). The paper's sizes (Table 3) count blocks + output head; the
 # input table comes on top.
 SIZES = {
-    "tiny": (4, 4, 128),  # 1.0M in the blocks, for a CPU
+    "tiny": (4, 4, 128),  # 1.0M in the blocks, for a CPU; recipes change its heads (train.py)
     "20M": (8, 4, 256),
     "60M": (8, 8, 512),
     "180M": (8, 8, 1024),
@@ -82,7 +82,7 @@ def make_pos(config):
     except TypeError as e:
         what = {**config.pos_args, **(config.rope_scaling or {})}
         why = str(e).split("() ")[-1]
-        raise ValueError(f"position embedding {config.pos!r} does not take {what}: {why}") from None
+        raise ValueError(f"position embedding {config.pos!r} does not take {what}: {why}") from e
 
 
 # -----------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f"n_embd {config.n_embd} is not divisible by n_head {config.n_head}")
         self.config = config
-        self.slice_loss = loss_and_gradient
+        self.slice_loss = loss_and_gradient  # at the end of this file; compile_parts compiles it
         padded_vocab = -(-config.vocab_size // 128) * 128  # matrix products like multiples of 128
         with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
             # the CPU's generator alone: torch.manual_seed would also reseed every GPU's

@@ -1,14 +1,12 @@
 """
 Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with torchrun on many.
 
-    python train.py --data data/bytes --preset tiny_text --pos fope --out runs_out/fope
-                                                                    a minute on a CPU
-    python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
-                                                                    the paper's recipe
-    python train.py --data data/c4 --init_from runs_out/rope_60M --yarn_scale 2 --train_len 1024 \
-                    --out runs_out/yarn_60M                         another run's weights, with
-                                                                    another embedding or length
-    torchrun --nproc_per_node=4 train.py --data data/c4 --preset 60M --out runs_out/fope_60M
+    a minute on a CPU, from text that prepare_data.py has made bytes of
+        python train.py --data data/bytes --preset tiny_text --pos fope --out runs_out/fope
+    the paper's recipe; with torchrun --nproc_per_node=4 in place of python on four GPUs
+        python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
+    another run's weights, with another embedding or training length
+        python train.py --data data/c4 --init_from runs_out/rope_60M --pos fope --out runs_out/x
 
 Writes to --out: log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step. Ctrl-C
 or SIGTERM finishes the step and saves; the same command with --resume continues, on a CPU with
@@ -34,11 +32,14 @@ from checkpoint import load_run, read_log, save_checkpoint, with_pos
 from common import (
     ArgumentParser,
     add_device_flag,
+    add_pos_flags,
     all_reduce_sum,
     autocast,
     init_distributed,
     number,
     one_sentence_errors,
+    parse_pos_args,
+    parse_rope_scaling,
     positive_int,
     rank,
     read_json,
@@ -49,7 +50,6 @@ from common import (
 from data import Batches, TokenData
 from eval_passkey import PasskeyTask
 from eval_perplexity import window_loss
-from evaluation import add_pos_flags, parse_pos_args, parse_rope_scaling
 from fope import POSITION_EMBEDDINGS
 from model import GPT, SIZES, GPTConfig
 
@@ -67,6 +67,7 @@ RECIPES = {
     | dict(passkey_frac=1.0, tokens=1_280_000, batch_size=4, lr=1e-3, eval_tokens=4096),
 } | {size: PAPER for size in SIZES if size != "tiny"}
 EVERY_RECIPE = dict(passkey_frac=0.0, eval_tokens=65536)
+SIZE_OF = {"tiny_text": "tiny", "tiny_passkey": "tiny"}  # the others are of the size they name
 
 
 def learning_rate(step, n_steps, warmup_steps, peak):
@@ -78,14 +79,16 @@ def learning_rate(step, n_steps, warmup_steps, peak):
 
 
 class StopSignal:
-    """While entered, Ctrl-C and SIGTERM only set `number`: the loop finishes its step and saves."""
+    """While entered, Ctrl-C and SIGTERM only set `signum`: the loop finishes its step and saves."""
 
-    number = 0
+    signum = 0
 
     def __enter__(self):
-        handle = lambda number, frame: setattr(self, "number", number)  # noqa: E731
-        self.before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
+
+    def note(self, signum, frame):
+        self.signum = signum
 
     def __exit__(self, *_):
         for s, handler in self.before.items():
@@ -140,7 +143,7 @@ def parse_args(argv):
         take_over(args)
     args.pos, args.preset = args.pos or "fope", args.preset or "tiny"
     for name, value in (EVERY_RECIPE | RECIPES[args.preset]).items():
-        if getattr(args, name) is None:
+        if getattr(args, name) is None and not (args.init_from and name == "n_head"):
             setattr(args, name, value)
     if args.batch_size % args.grad_accum:
         what = f"--batch_size {args.batch_size} is not divisible by"
@@ -150,13 +153,15 @@ def parse_args(argv):
 
 def take_over(args):
     """Give the flags that --init_from decides the values of that run; refuse what cannot change."""
-    start = read_json(Path(args.init_from) / "config.json")
-    parts = [start[name] for name in ("training", "model") if isinstance(start.get(name), dict)]
-    trained = {k: v for part in parts for k, v in part.items()}
-    known = trained.get("preset") in [*RECIPES] and trained.get("pos") in [*POSITION_EMBEDDINGS]
+    path = Path(args.init_from) / "config.json"  # all that a resumed run still needs of its start
+    start = read_json(path)
+    try:
+        trained = start["training"] | start["model"]
+        known = trained["preset"] in RECIPES and trained["pos"] in POSITION_EMBEDDINGS
+    except (KeyError, TypeError):
+        known = False
     if not known or not isinstance(trained.get("train_len"), int):
-        what = "is damaged or was not written by train.py"
-        raise ValueError(f"{args.init_from}/config.json {what}")
+        raise ValueError(f"{path} is damaged or was not written by train.py")
     for name in ("preset", "pos", "train_len"):
         if getattr(args, name) is None:
             setattr(args, name, trained[name])
@@ -169,14 +174,16 @@ def take_over(args):
 def new_model(args, data):
     """A model drawn from the seed, or with --init_from another run's, its embedding exchanged."""
     chosen = {name: getattr(args, name) for name in ("pos", "train_len", "seed")}
-    pos_args, size = parse_pos_args(args.pos_args), args.preset.split("_")[0]
+    pos_args, size = parse_pos_args(args.pos_args), SIZE_OF.get(args.preset, args.preset)
     if not args.init_from:
         given = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd", "theta", "init_std")}
         chosen |= {name: value for name, value in given.items() if value is not None}
         chosen |= dict(qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
         scaling = parse_rope_scaling(args, trained=None)
-        config = GPTConfig.preset(size, pos_args=pos_args, rope_scaling=scaling, **chosen)
-        return GPT(config)
+        model = GPT(GPTConfig.preset(size, pos_args=pos_args, rope_scaling=scaling, **chosen))
+        if args.pos == "fope":
+            tell_of_noise(model.blocks[0].attn.pos)
+        return model
     old, metadata, _ = load_run(args.init_from)
     if metadata["tokenizer"] != data.tokenizer_id():
         was = f"{args.init_from} has the tokenizer {metadata['tokenizer']}"
@@ -192,20 +199,29 @@ def new_model(args, data):
     return model
 
 
+def tell_of_noise(pos):
+    """Where head_dim/4 cuts FoPE's frequencies, some series have none of their own."""
+    _, D, K = pos.cos_coef.shape
+    if n_noise := K - int(pos.identity(D, K).sum()):
+        what = f"{K - n_noise} have a frequency of their own, {n_noise} are of noise alone"
+        print(f"note: of FoPE's {K} series {what}; --pos_args variant=paper keeps all frequencies")
+
+
 def resumed_model(args, out, metadata, device):
     """(model, state) of the run in out, which must have been started with the same flags."""
     model, saved, state = load_run(out, device)
-    for name, value in metadata["training"].items():
-        was = saved["training"].get(name)
-        if was != value and name not in ("grad_accum", "compile"):  # these change rounding alone
+    # the first two change rounding alone, the others nothing of the weights
+    may_change = ("grad_accum", "compile", "data", "eval_every", "eval_tokens")
+    for name, was in saved["training"].items():
+        value = metadata["training"].get(name)
+        if was != value and name not in may_change:
             raise ValueError(f"{out} was started with --{name} {was}, not {value}: cannot resume")
     if saved["tokenizer"] != metadata["tokenizer"]:
         was = f"{out} was started with the tokenizer {saved['tokenizer']}"
         raise ValueError(f"{was}, not {metadata['tokenizer']}")
-    n_windows = metadata["n_windows"]
-    if saved.get("n_windows", n_windows) != n_windows:
+    if saved["n_windows"] != metadata["n_windows"]:
         was = f"other data than {out} was started with"
-        raise ValueError(f"{args.data} has {was}: {n_windows:,} windows")
+        raise ValueError(f"{args.data} has {was}: {metadata['n_windows']:,} windows")
     return model, state
 
 
@@ -238,7 +254,7 @@ def plan_steps(args):
 
 
 def start_log(out, step, data):
-    """A log without the lines that a killed run's checkpoint does not have, and the tokenizer."""
+    """Drop log lines after the checkpoint's step; copy the tokenizer beside the run."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step]
     write_atomically(out / "log.jsonl", lambda f: f.write("".join(lines).encode()))
@@ -248,7 +264,7 @@ def start_log(out, step, data):
 
 def micro_batches(args):
     """How many micro-batches of a step this process computes, one after the other."""
-    n_micro = max(1, args.grad_accum // world_size())
+    n_micro = -(-args.grad_accum // world_size())  # rounded up
     if args.batch_size % (n_micro * world_size()):
         parts = f"{n_micro} micro-batches on {world_size()} processes"
         raise ValueError(f"--batch_size {args.batch_size} cannot be divided into {parts}")
@@ -263,8 +279,9 @@ def accumulate_gradients(model, batch, n_micro):
     """Gradients of the mean loss of a batch (B, T + 1), in n_micro micro-batches; the loss."""
     loss = torch.zeros((), device=batch.device)
     for i, micro_batch in enumerate(batch.chunk(n_micro), start=1):
-        alone = i < n_micro and world_size() > 1
-        with model.no_sync() if alone else nullcontext():  # processes meet in the last one
+        # processes add up their gradients in the last one
+        skip_sync = i < n_micro and world_size() > 1
+        with model.no_sync() if skip_sync else nullcontext():
             with autocast(batch.device):
                 micro_loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / n_micro
             micro_loss.backward()
@@ -279,35 +296,38 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
     eval_every = args.eval_every or max(1, n_steps // 10)
     if args.compile:
         model.compile_parts()
-    ddp = model
+    raw_model = model
     if world_size() > 1:  # broadcast_buffers: all have drawn the same
         device_ids = [device] if device.type != "cpu" else None
-        ddp = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)
+        model = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)
 
     def save():
-        if not all(p.isfinite().all() for p in model.parameters()):
+        if not all(p.isfinite().all() for p in raw_model.parameters()):
             what = f"the weights of step {step:,} are no longer finite and are not saved"
             raise ValueError(f"{what}; try a smaller --lr")
         if rank() == 0:
-            save_checkpoint(out, model, metadata, optimizer=optimizer.state_dict(), step=step)
+            state = dict(optimizer=optimizer.state_dict(), step=step)
+            save_checkpoint(out, raw_model, metadata, **state)
 
-    batch_at = batches.from_step(step, device)
+    batch_iter = batches.from_step(step, device)  # reads ahead while the device computes
     settings = dict(desc=args.pos, unit="tok", unit_scale=True, disable=rank() > 0)
     bar = tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **settings)
     val_loss, last_time, last_step, stop = None, time.time(), step, False
+    stop_at = min(n_steps, args.stop_at or n_steps)
     with bar, StopSignal() as stop_signal:
-        while step < min(n_steps, args.stop_at or n_steps) and not stop:
+        while step < stop_at and not stop:
             # set the learning rate of this step
             lr = learning_rate(step, n_steps, args.warmup_steps, args.lr)
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
             # forward and backward
-            loss = accumulate_gradients(ddp, next(batch_at), n_micro)
+            loss = accumulate_gradients(model, next(batch_iter), n_micro)
 
             # what all processes must agree on: the mean loss, and whether one was told to stop
-            told = loss.new_tensor(stop_signal.number)
-            loss, stop = all_reduce_sum(torch.stack((loss / world_size(), told))).tolist()
+            told = loss.new_tensor(stop_signal.signum)
+            agreed = all_reduce_sum(torch.stack((loss / world_size(), told)))
+            loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
             if not math.isfinite(loss):
                 kept = f"a checkpoint in {out}, if there is one, is from before"
                 raise ValueError(f"the loss of step {step + 1:,} is {loss}; {kept}")
@@ -326,7 +346,7 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
                 line["tokens_per_s"] = round(rate)
                 if validate:
-                    val_loss = float(window_loss(model, val_tokens, args.train_len).mean())
+                    val_loss = float(window_loss(raw_model, val_tokens, args.train_len).mean())
                     line["val_loss"] = val_loss
                 if rank() == 0:
                     with open(out / "log.jsonl", "a") as f:
@@ -335,11 +355,11 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
                 bar.set_postfix(loss=f"{loss:.3f}", val=shown, lr=f"{lr:.1e}", refresh=False)
                 last_time, last_step = time.time(), step
 
-            # save, and once more at the end, where a second Ctrl-C must not cost it
+            # save
             if step % args.save_every == 0 and step < n_steps:
                 save()
-        save()
-    return step, stop_signal.number
+        save()  # still within StopSignal: a second Ctrl-C cannot interrupt it
+    return step, stop_signal.signum
 
 
 def main(argv=None):
