@@ -93,10 +93,10 @@ def parse_rope_scaling(args, trained):
     """
     if args.yarn_scale and args.pi_scale:
         raise ValueError("--yarn_scale and --pi_scale both lower the frequencies: give one of them")
+    if args.yarn_temperature and not args.yarn_scale:
+        raise ValueError("--yarn_temperature goes with --yarn_scale")
     factor = args.yarn_scale or args.pi_scale
     if factor is None:
-        if args.yarn_temperature:
-            raise ValueError("--yarn_temperature goes with --yarn_scale")
         return None
     if trained is None:
         raise ValueError("--yarn_scale and --pi_scale are for a trained model: use --init_from")
@@ -245,11 +245,6 @@ def all_reduce_sum(tensor):
     return tensor
 
 
-def barrier():
-    """Wait until every process is here."""
-    all_reduce_sum(torch.zeros(1))
-
-
 # -----------------------------------------------------------------------------
 # where a result comes from
 
@@ -283,8 +278,10 @@ def provenance(device):
         hardware = getattr(module, "get_device_name", lambda device: device.type)(device)
     if world_size() > 1:
         hardware = f"{world_size()} x {hardware}"
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
+    script = str(script.relative_to(root)) if script.is_relative_to(root) else script.name
     return {
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
         "commit": git_commit(),
         "hardware": hardware,
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from common import (
-    barrier,
+    all_reduce_sum,
     file_sha256,
     rank,
     read_json,
@@ -165,9 +165,14 @@ class TokenData:
             if not path.exists():
                 raise FileNotFoundError(f"the shard {path} is missing")
         self.folder, self.shards = folder, [read_shard(path) for path in paths]
-        if rank() == 0:
-            check_content(folder, paths, listed, self.meta["vocab_size"])
-        barrier()  # the others wait until it is checked
+        damage = None
+        if rank() == 0:  # for all; the others wait
+            try:
+                check_content(folder, paths, listed, self.meta["vocab_size"])
+            except (ValueError, OSError) as e:
+                damage = e
+        if all_reduce_sum(torch.tensor(float(damage is not None))):
+            raise damage or ValueError(f"{folder} is damaged, as the first process says")
         self.starts = np.cumsum([0] + [len(s) for s in self.shards])
 
     def __len__(self):

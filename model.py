@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from baselines import rope_scaling
-from fope import POSITION_EMBEDDINGS
+from fope import POSITION_EMBEDDINGS, RoPE
 
 # -----------------------------------------------------------------------------
 # sizes
@@ -195,6 +195,8 @@ class GPT(nn.Module):
     def compile_parts(self):
         """torch.compile by parts: one graph of it all would hold the logits of all positions."""
         for block in self.blocks:
+            if isinstance(block.attn.pos, RoPE):  # made within, tables would cost a second graph
+                block.attn.pos.tables(self.config.train_len)
             block.compile()
         self.slice_loss = torch.compile(loss_and_gradient)
 

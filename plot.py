@@ -336,15 +336,18 @@ def bench_table(result):
     """A result of experiments/bench.py: speed and memory of each embedding."""
     summary, mfu = result["summary"], result["model_flops_used"]
     references = [name for name in ("nope", "rope") if name in summary]
-    ratios = "".join(f" to {name} |" for name in references)
-    size = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
-    head = f"| {size} | training, tokens/s |{ratios} GB |" + " FLOPs used |" * bool(mfu)
-    head += f" reading {result['eval_len']}, tokens/s |{ratios} GB |"
-    lines = [head, "|---" + "|--:" * (head.count("|") - 2) + "|"]
+    ratios = [f"to {name}" for name in references]
+    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
+    columns = [title, "training, tokens/s", *ratios, "GB", *["FLOPs used"] * bool(mfu)]
+    columns += [f"reading {result['eval_len']}, tokens/s", *ratios, "GB"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     for pos, row in summary.items():
         cells = [pos]
         for what in ("train", "eval"):
-            cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
+            cells += [
+                f"{row[what]:,.0f}",
+                *(f"{row[f'to_{name}'][what]:.2f}" for name in references),
+            ]
             cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
             if mfu and what == "train":
                 cells.append(f"{100 * mfu[pos]:.0f} %")

@@ -1,8 +1,10 @@
 """
-The six exercises: which functions a student writes, which of the project's tests check them, and what a failed test means.
+The six exercises: which functions a student writes, which of the project's tests check them, and
+what a failed test means.
 
-make.py takes the functions out of the project's files, grade.py runs the tests. Both read the project's files at that moment:
-there is no second copy of any solution, but for exercise 6, whose example is below.
+make.py takes the functions out of the project's files, grade.py runs the tests. Both read the
+project's files at that moment: there is no second copy of any solution, but for exercise 6, whose
+example is below.
 """
 
 import ast
@@ -11,21 +13,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# number: (title, {file: [function or Class.method, ...]}, {test: (points, what it means when it fails)})
+# number: (title, {file: [function or Class.method, ...]},
+#          {test: (points, what it means when it fails)})
 EXERCISES = {
     1: (
         "RoPE: frequencies and rotation",
         {"fope.py": ["rope_freqs", "rotation_tables", "apply_rotation"]},
         {
             "test_fope.py::test_rope_frequencies": (
-                3, "The frequencies are theta^(-2m/head_dim) for m = 0 .. head_dim/2 - 1, the largest, 1, first."),
+                3, "The frequencies are theta^(-2m/head_dim) for m = 0 .. head_dim/2 - 1, the "
+                "largest, 1, first."),
             "test_fope.py::test_rotation_is_complex_multiplication": (
-                4, "Dimension i must turn together with dimension i + head_dim/2 (not with its neighbour), by t w_m in radians "
-                "(not degrees), in the direction of e^{+i w t}."),
+                4, "Dimension i must turn together with dimension i + head_dim/2 (not with its "
+                "neighbour), by t w_m in radians (not degrees), in the direction of e^{+i w t}."),
             "test_fope.py::test_rotation_is_computed_in_fp32_and_returned_in_the_dtype": (
                 1, "Compute in fp32 and give back the dtype of x: bf16 cannot hold large angles."),
             "test_fope.py::test_scores_depend_on_distance_only[rope]": (
-                2, "With one content at all positions, RoPE's score may depend on i - j alone; yours depends on i and j."),
+                2, "With one content at all positions, RoPE's score may depend on i - j alone; "
+                "yours depends on i and j."),
         },
     ),
     2: (
@@ -33,15 +38,20 @@ EXERCISES = {
         {"fope.py": ["alibi_slopes", "ALiBi.attend", "ALiBi.scores"]},
         {
             "test_fope.py::test_alibi_slopes": (
-                2, "Slopes are 2^(-8h/n_head), h = 1 .. n_head; where n_head is no power of two, see the docstring."),
+                2, "Slopes are 2^(-8h/n_head), h = 1 .. n_head; where n_head is no power of two, "
+                "see the docstring."),
             "test_fope.py::test_alibi_bias_is_the_published_one": (
-                2, "scores() must be the plain scores minus m_h (i - j); the diagonal gets no penalty."),
+                2, "scores() must be the plain scores minus m_h (i - j); the diagonal gets no "
+                "penalty."),
             "test_fope.py::test_fused_attention_is_softmax_of_the_scores[640-alibi]": (
-                3, "attend() must be the softmax of your scores(). Is key 0 penalised most, and does no query see later keys?"),
+                3, "attend() must be the softmax of your scores(). Is key 0 penalised most, and "
+                "does no query see later keys?"),
             "test_fope.py::test_fused_attention_has_the_gradients_of_the_scores[alibi]": (
-                1, "attend() has other gradients than softmax of scores(): is a part of the graph detached?"),
+                1, "attend() has other gradients than softmax of scores(): is a part of the graph "
+                "detached?"),
             "test_fope.py::test_alibi_stays_linear_in_bf16_at_8192": (
-                2, "bf16 holds integers exactly only up to 256: one column with j in it is rounded. Split j into two columns."),
+                2, "bf16 holds integers exactly only up to 256: one column with j in it is "
+                "rounded. Split j into two columns."),
         },
     ),
     3: (
@@ -51,9 +61,11 @@ EXERCISES = {
             "test_fope.py::test_floor_keeps_exactly_the_frequencies_that_complete_a_cycle": (
                 6, "Keep w >= 2 pi / train_len, in the order they come, and nothing else."),
             "test_fope.py::test_floor_belongs_to_the_training_length": (
-                2, "Reading a longer text must not change what is kept: the floor is that of the TRAINING length."),
+                2, "Reading a longer text must not change what is kept: the floor is that of the "
+                "TRAINING length."),
             "test_fope.py::test_yarn_on_fope_lowers_the_frequencies_and_keeps_the_series": (
-                2, "The floor must use the length it is given: a model that reads further keeps its trained frequencies."),
+                2, "The floor must use the length it is given: a model that reads further keeps "
+                "its trained frequencies."),
         },
     ),
     4: (
@@ -61,19 +73,25 @@ EXERCISES = {
         {"fope.py": ["FoPE.identity", "FoPE.draw_noise", "FoPE.make_tables"]},
         {
             "test_fope.py::test_fope_is_a_fourier_series_per_dimension": (
-                3, "The tables must be the sums over the D frequencies that the class's docstring gives, for each head."),
+                3, "The tables must be the sums over the D frequencies that the class's docstring "
+                "gives, for each head."),
             "test_fope.py::test_zero_frequency_dimensions_ignore_position": (
-                2, "Dimensions under the floor get cos 1 and sin 1 (released) or sin 0 (paper) at every position and length."),
+                2, "The pairs that do not turn get cos 1 and sin 1 (released) or sin 0 (paper) at "
+                "every position and length."),
             "test_fope.py::test_released_variant_caps_the_outputs_and_strides_the_identity": (
-                1, "Where there are more frequencies than outputs, weight 1 sits at every ceil(kept / K)-th frequency."),
+                1, "Where there are more frequencies than series, weight 1 sits at every "
+                "ceil(kept / K)-th frequency."),
             "test_fope.py::test_noise_has_the_documented_size": (
-                1, "The noise is N(0, sigma) (paper) or xavier on the 3-D tensor, gain sigma (released), anew at each call."),
+                1, "The noise is N(0, sigma^2) (paper) or xavier on the 3-D tensor, gain sigma "
+                "(released), anew at each call."),
             "test_fope.py::test_identity_coefficients_and_no_floor_are_rope": (
                 1, "Without noise and floor FoPE must be RoPE."),
             "test_fope.py::test_coefficients_are_frozen_and_saved": (
-                1, "The coefficients are not trained: the module has no parameters, they are saved as buffers."),
+                1, "The coefficients are not trained: the module has no parameters, they are "
+                "saved as buffers."),
             "test_fope.py::test_floor_belongs_to_the_training_length": (
-                1, "Tables for a longer text must begin with the tables for a short one: nothing in them may depend on T."),
+                1, "Tables for a longer text must begin with the tables for a short one: nothing "
+                "in them may depend on T."),
         },
     ),
     5: (
@@ -81,12 +99,14 @@ EXERCISES = {
         {"eval_passkey.py": ["passkey_accuracy"]},
         {
             "test_eval.py::test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0": (
-                4, "A model that always knows the key must score 1, one that never does 0. The logits at position t are for "
-                "token t + 1: is your slice off by one?"),
+                4, "A model that always knows the key must score 1, one that never does 0. The "
+                "logits at position t are for token t + 1: is your slice off by one?"),
             "test_eval.py::test_one_pass_agrees_with_generation[fope-byte]": (
-                4, "Exact match from one pass must be what greedy decoding, token by token, gives."),
+                4, "Exact match from one pass must be what greedy decoding, token by token, "
+                "gives."),
             "test_eval.py::test_evaluation_leaves_mode_and_random_state_alone": (
-                2, "An evaluation must leave model.training and torch's random state as they were."),
+                2, "An evaluation must leave model.training and torch's random state as they "
+                "were."),
         },
     ),
     6: (
@@ -94,30 +114,40 @@ EXERCISES = {
         {"fope.py": ["MyEmbedding"]},
         {
             "test_fope.py::test_fused_attention_is_softmax_of_the_scores[640-mine]": (
-                4, "attend() must be the softmax of scores(), also at 16 times the training length."),
-            "test_model.py::test_causal[mine]": (2, "A token must not change what is predicted before it."),
-            "test_model.py::test_gradients_reach_every_trainable_parameter_and_nothing_frozen[mine]": (
-                2, "Every parameter needs a gradient, and buffers must not change in a training step."),
+                4, "attend() must be the softmax of scores(), also at 16 times the training "
+                "length."),
+            "test_model.py::test_causal[mine]": (
+                2, "A token must not change what is predicted before it."),
+            "test_model.py::"
+            "test_gradients_reach_every_trainable_parameter_and_nothing_frozen[mine]": (
+                2, "Every parameter needs a gradient, and buffers must not change in a training "
+                "step."),
             "test_model.py::test_checkpoint_round_trip[mine]": (
-                2, "A saved and loaded model must give the same output: is something drawn at random and not saved?"),
+                2, "A saved and loaded model must give the same output: is something drawn at "
+                "random and not saved?"),
         },
     ),
 }  # fmt: skip
 
-# Exercise 6 has no right answer; this one, which scores full marks, is put at the end of fope.py for the occasion.
+# Exercise 6 has no right answer; this one, which scores full marks, is put at the end of fope.py
+# for the occasion.
 MY_EMBEDDING = '''
 
 class MyEmbedding(RoPE):
     """
-    An embedding of your own. What does a token know about where it is? Say it here, with the formula.
+    An embedding of your own. What does a token know about where it is? Say it here, with the
+    formula.
 
-    Override rotate where queries and keys change, scores and attend where the logits do (see ALiBi and LearnedBias).
+    Override rotate where queries and keys change, scores and attend where the logits do (see ALiBi
+    here and LearnedBias in baselines.py).
     """
 
     def rotate(self, q, k):
         half = self.n_head // 2  # the first half of the heads turns, the others see content alone
         turned_q, turned_k = super().rotate(q, k)
-        return torch.cat((turned_q[:, :half], q[:, half:]), dim=1), torch.cat((turned_k[:, :half], k[:, half:]), dim=1)
+        q = torch.cat((turned_q[:, :half], q[:, half:]), dim=1)
+        k = torch.cat((turned_k[:, :half], k[:, half:]), dim=1)
+        return q, k
 
 
 POSITION_EMBEDDINGS["mine"] = MyEmbedding
@@ -131,7 +161,7 @@ def reference(file):
 
 
 def find(text, name):
-    """The ast node of a function, class or Class.method in a file's text. Raises ValueError where there is none."""
+    """The ast node of a function, class or Class.method in a text. ValueError if there is none."""
     node = ast.parse(text)
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.ClassDef)
@@ -155,19 +185,19 @@ def lines_of(node):
 
 
 def split_lines(text):
-    """The lines that ast counts: str.splitlines would also split at form feeds and at Unicode's line separators."""
+    """The lines that ast counts: str.splitlines would also split at form feeds and the like."""
     return io.StringIO(text).readlines()
 
 
 def replace(text, name, source):
-    """`text` with the function or class `name` replaced by the same one of the text `source`."""
+    """`text` with its function or class `name` replaced by that of the text `source`."""
     lines, new = split_lines(text), split_lines(source)
     lines[lines_of(find(text, name))] = new[lines_of(find(source, name))]
     return "".join(lines)
 
 
 def remove_body(text, name, exercise):
-    """`text` with the body of `name` removed: signature and docstring stay, and what is left to do raises an error."""
+    """`text` with the body of `name` removed: signature and docstring stay, and raise an error."""
     node = find(text, name)
     lines = split_lines(text)
     has_docstring = ast.get_docstring(node) is not None
@@ -177,5 +207,6 @@ def remove_body(text, name, exercise):
         stub = " " * node.body[0].col_offset + "raise NotImplementedError"
     start = node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1
     gap = "\n" if isinstance(node, ast.ClassDef) else ""
-    lines[start : node.end_lineno] = [f'{gap}{stub}("exercise {exercise}: {name} is yours to write")\n']
+    what = f'("exercise {exercise}: {name} is yours to write")\n'
+    lines[start : node.end_lineno] = [gap + stub + what]
     return "".join(lines)

@@ -4,12 +4,12 @@ Grade a student's copy of the project: the project's own tests, run on the stude
     python assignments/grade.py ~/handed_in/ada            about a minute
     python assignments/grade.py ~/handed_in/* --exercise 1 2
 
-Each exercise is graded on its own: the functions of all other exercises are taken from the project, so that a mistake in
-one costs points there alone. The tests are the project's, whatever the student's copy of them says. They run in a
-subprocess with a time limit, on a copy: nothing in the student's folder is changed, but their code does run.
+Each exercise is graded on its own: the functions of all other exercises are taken from the project,
+so that a mistake in one costs points there alone. The tests are the project's, whatever the
+student's copy of them says. They run in a subprocess with a time limit, on a copy: nothing in the
+student's folder is changed, but their code does run.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -24,11 +24,14 @@ from exercises import EXERCISES, ROOT, find, has, reference, replace
 
 sys.path.insert(0, str(ROOT))
 
-from prepare_data import ArgumentParser, one_sentence_errors
+from common import ArgumentParser, number, one_sentence_errors, write_json
 
 
 def graded_file(student, file, own):
-    """The student's file with the functions of all exercises but `own` replaced by the project's. ValueError: no points."""
+    """
+    The student's file with the functions of all exercises but `own` replaced by the project's.
+    ValueError: no points.
+    """
     try:
         text = student.read_text(encoding="utf-8-sig")  # with or without a byte order mark
         for number, (_, functions, _) in EXERCISES.items():
@@ -47,32 +50,37 @@ def graded_file(student, file, own):
 
 
 def run_tests(folder, tests, time_limit):
-    """{test: None, or the first line of why it failed} for every test of the list. TimeoutError where they do not end."""
+    """
+    {test: None, or the first line of why it failed} for every test of the list. TimeoutError where
+    they do not end.
+    """
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += [f"tests/{test}" for test in tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", *(f"tests/{test}" for test in tests)]
+    settings = dict(capture_output=True, text=True, timeout=time_limit)
+    settings["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        run = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=time_limit, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        run = subprocess.run(command, cwd=folder, **settings)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the tests did not end within {time_limit} seconds") from None
     try:
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    except (OSError, ElementTree.ParseError):  # pytest has no report where the student's file ends the process
+    except (OSError, ElementTree.ParseError):  # the student's file has ended the process
         last = (run.stdout + run.stderr).strip().splitlines()[-1:]
-        raise ValueError(f"the tests could not be run: {last[0] if last else 'the code ends the process'}") from None
+        why = last[0] if last else "the code ends the process"
+        raise ValueError(f"the tests could not be run: {why}") from None
     outcome = {}
     for case in cases:
-        name = f"{case.get('classname').split('.')[-1]}.py::{case.get('name')}"
         problem = next((child for child in case if child.tag in ("failure", "error")), None)
-        outcome[name] = None if problem is None else (problem.get("message") or "failed").splitlines()[0]
+        why = None if problem is None else (problem.get("message") or "failed").splitlines()[0]
+        outcome[f"{case.get('classname').split('.')[-1]}.py::{case.get('name')}"] = why
+    # a file that cannot be imported leaves one error and no tests
+    elsewhere = next((why for why in outcome.values() if why), "did not run")
     results = {}
-    for test in tests:
-        # all parameters of a test together; a file that cannot be imported leaves one error and no tests
-        found = [why for name, why in outcome.items() if name == test or name.startswith(test + "[")]
-        failed = [why for why in found if why is not None]
-        results[test] = failed[0] if failed else None if found else next((w for w in outcome.values() if w), "did not run")
+    for test in tests:  # all parameters of a test together
+        names = [name for name in outcome if name == test or name.startswith(test + "[")]
+        failed = [outcome[name] for name in names if outcome[name] is not None]
+        results[test] = failed[0] if failed else None if names else elsewhere
     return results
 
 
@@ -84,33 +92,38 @@ def grade(folder, exercise, time_limit=120):
         copy = Path(temporary)
         for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
             shutil.copy(path, copy)
-        shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignore)
         (copy / "fope.py").write_text(reference("fope.py"), encoding="utf-8")
         try:
             for file in functions:
-                (copy / file).write_text(graded_file(Path(folder) / file, file, exercise), encoding="utf-8")
+                text = graded_file(Path(folder) / file, file, exercise)
+                (copy / file).write_text(text, encoding="utf-8")
             results = run_tests(copy, tests, time_limit)
         except (ValueError, TimeoutError, OSError) as e:
             return 0, total, [str(e)]
     lost = []
     for test, (points, meaning) in tests.items():
         if (why := results[test]) is not None:
-            words = "not written yet" if "NotImplementedError" in why else f"{meaning} [{test.split('::')[1]}: {why[:120]}]"
+            words = f"{meaning} [{test.split('::')[1]}: {why[:120]}]"
+            words = "not written yet" if "NotImplementedError" in why else words
             lost.append(f"-{points}: {words}")
     if len(lost) == len(tests) and len({why.split(": ", 1)[1] for why in lost}) == 1:
         lost = [lost[0].split(": ", 1)[1]]  # the same everywhere: say it once
-    return sum(points for test, (points, _) in tests.items() if results[test] is None), total, lost
+    won = sum(points for test, (points, _) in tests.items() if results[test] is None)
+    return won, total, lost
 
 
 def main(argv=None):
     parser = ArgumentParser(__doc__)
-    parser.add_argument("folders", nargs="+", help="what students handed in, each a copy of the project")
-    parser.add_argument("--exercise", type=int, nargs="+", choices=EXERCISES, default=list(EXERCISES), help="only these")
-    parser.add_argument("--time_limit", type=int, default=120, help="seconds for the tests of one exercise")
-    parser.add_argument("--json", help="also write all scores to this file")
+    add = parser.add_argument
+    add("folders", nargs="+", help="what students handed in, each a copy of the project")
+    numbers = dict(choices=EXERCISES, default=list(EXERCISES))
+    add("--exercise", type=int, nargs="+", help="only these", **numbers)
+    seconds = number(int, 1, 86400)
+    add("--time_limit", type=seconds, default=120, help="seconds for the tests of one exercise")
+    add("--json", help="also write all scores to this file")
     args = parser.parse_args(argv)
-    if not 1 <= args.time_limit <= 86400:
-        raise ValueError("--time_limit must be 1 to 86400 seconds")
     if args.json and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         raise ValueError(f"--json {args.json} must be a file in a folder that exists")
     for folder in args.folders:
@@ -126,10 +139,11 @@ def main(argv=None):
             print(f"  {exercise}. {EXERCISES[exercise][0]}: {points} of {total}")
             for reason in lost:
                 print(f"       {reason}")
-        points, total = (sum(score[key] for score in scores[folder].values()) for key in ("points", "of"))
+        parts = scores[folder].values()
+        points, total = (sum(part[key] for part in parts) for key in ("points", "of"))
         print(f"  together: {points} of {total}")
     if args.json:
-        Path(args.json).write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, scores)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """
-Write a starter copy of the project: the functions of the six exercises without their bodies, everything else as it is.
+Write a starter copy of the project: the functions of the six exercises without their bodies,
+everything else as it is.
 
     python assignments/make.py ~/starter
-    python assignments/make.py ~/solution --solution       with the bodies: what a full score looks like
+    python assignments/make.py ~/solution --solution        with the bodies: full marks
 
-The copy is made from the project's files at this moment. Hand it out; grade.py grades what comes back.
+The copy is made from the project's files at this moment. Hand it out; grade.py grades what comes
+back.
 """
 
 import shutil
@@ -17,9 +19,9 @@ from exercises import EXERCISES, ROOT, reference, remove_body
 
 sys.path.insert(0, str(ROOT))
 
-from prepare_data import ArgumentParser, one_sentence_errors
+from common import ArgumentParser, one_sentence_errors
 
-# Of the results the figures alone, of this folder the students' pages, and no tests of what is left out.
+# Of the results the figures, of this folder the students' pages, no tests of what is left out.
 HANDED_OUT = (
     "*.py",
     "*.md",
@@ -28,11 +30,13 @@ HANDED_OUT = (
     "LICENSE",
     "experiments/*.py",
     "experiments/*.ipynb",
-    "results/*/*.png",
+    "results/*.png",
+    "results/mechanism/*.png",
     "runs/*.sh",
     "tests/*.py",
     "assignments/[1-6].md",
 )
+LEFT_OUT = [f"tests/test_{name}.py" for name in ("assignments", "paper", "readme")]
 
 
 def exercise_files(solution):
@@ -60,10 +64,12 @@ def main(argv=None):
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         if file in texts:
             (out / file).write_text(texts[file], encoding="utf-8")
-        elif file not in ("tests/test_assignments.py", "tests/test_readme.py"):
+        elif file not in LEFT_OUT:
             shutil.copy(path, out / file)
-    functions = sum(len(names) for _, by_file, _ in EXERCISES.values() for names in by_file.values())
-    print(f"wrote {out}: {len(EXERCISES)} exercises, {functions} functions to write; start with {out}/assignments/1.md")
+    by_file = (functions for _, functions, _ in EXERCISES.values())
+    n_functions = sum(len(names) for files in by_file for names in files.values())
+    print(f"wrote {out}: {len(EXERCISES)} exercises, {n_functions} functions to write; ", end="")
+    print(f"start with {out}/assignments/1.md")
 
 
 if __name__ == "__main__":

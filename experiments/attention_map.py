@@ -1,36 +1,40 @@
 """
-Where does the answer look? Attention from the digits of a passkey's answer back to the passkey, at 1x and beyond.
+Where does the answer look? Attention from the digits of a passkey's answer back to the passkey, at
+1x and beyond.
 
-    python experiments/attention_map.py runs_out/tiny/runs/fope_s0_passkey       1 minute
+    python experiments/attention_map.py runs_out/tiny/passkey/fope_s0        1 minute
 
-The prompt states the key twice. For every layer and head: how much of the attention of the position that must produce digit
-n of the answer falls on digit n of the first or the second statement, and on the tokens around it, averaged over digits and
-trials. A textbook copying head looks at the digit itself (offset 0). Look at: whether the best head does, or looks one token
-earlier in the second statement, where the model has once had to predict that digit itself (top); and how that head fares
+The prompt states the key twice. For every layer and head: how much of the attention of the position
+that must produce digit n of the answer falls on digit n of the first or the second statement, and
+on the tokens around it, averaged over digits and trials. A textbook copying head looks at the digit
+itself (offset 0). Look at: whether the best head does, or looks one token earlier in the second
+statement, where the model has once had to predict that digit itself (top); and how that head fares
 beyond the training length (bottom), beside an even spread of attention.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch
-from common import BLACK, BLUE, ORANGE, RED, Parser, one_sentence_errors, plt, save, tidy
+from shared import BLACK, BLUE, ORANGE, RED, Parser, file_name, plt, save, tidy
 
+from checkpoint import load_run
+from common import one_sentence_errors, positive_int
+from data import load_tokenizer
 from eval_passkey import PasskeyTask  # the prompt is the evaluation's, so are its tokens
-from eval_perplexity import load_run
-from prepare_data import load_tokenizer
 
 OFFSETS = (-3, -2, -1, 0, 1, 2)  # from the digit to produce
 
 
 @torch.no_grad()
 def answer_attention(model, tokens, n_answer):
-    """Attention of the n_answer positions that produce the answer, over all before: (n_layer, n_head, n_answer, T)."""
-    seen = []
-    handles = []
+    """
+    Attention of the n_answer positions that produce the answer, over all before:
+    (n_layer, n_head, n_answer, T).
+    """
+    seen, handles = [], []
     for block in model.blocks:
-        handles.append(block.attn.q_norm.register_forward_hook(lambda m, i, q: seen.append([q])))
-        handles.append(block.attn.k_norm.register_forward_hook(lambda m, i, k: seen[-1].append(k)))
+        hooks = (lambda m, i, q: seen.append([q])), (lambda m, i, k: seen[-1].append(k))
+        handles.append(block.attn.q_norm.register_forward_hook(hooks[0]))
+        handles.append(block.attn.k_norm.register_forward_hook(hooks[1]))
     model(tokens[None, :-1], positions=[-1])
     for handle in handles:
         handle.remove()
@@ -50,63 +54,90 @@ def occurrences(tokens, answer):
 
 
 def measure(model, task, length, trials, seed=0):
-    """Mean attention on the tokens around the digit to produce: (n_layer, n_head, statement, offset)."""
+    """
+    Mean attention on the tokens around the digit to produce:
+    (n_layer, n_head, statement, offset).
+    """
     rng, total = np.random.default_rng((seed, length)), 0.0
     for _ in range(trials):
         tokens, n, _ = task.sample(length, rng)
         attention = answer_attention(model, torch.from_numpy(tokens), n)  # row r produces digit r
         rows = torch.arange(n)
-        places = [start + rows for start in occurrences(tokens, tokens[-n:])[:2]]
-        around = [torch.stack([attention[:, :, rows, at + o].mean(dim=-1) for o in OFFSETS], dim=-1) for at in places]
+        around = []
+        for start in occurrences(tokens, tokens[-n:])[:2]:
+            at_offset = [attention[:, :, rows, start + rows + o].mean(dim=-1) for o in OFFSETS]
+            around.append(torch.stack(at_offset, dim=-1))
         total = total + torch.stack(around, dim=2) / trials
     return total
 
 
-def main(argv=None):
-    parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="a run of train.py with --passkey_frac")
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--name", default="attention_map", help="of figure and json")
-    args = parser.parse_args(argv)
-    model, about, _ = load_run(args.checkpoint, "cpu")
-    task = PasskeyTask(load_tokenizer(about["tokenizer"], Path(args.checkpoint)))
-    lengths = [model.config.train_len * f for f in (1, 2, 4, 8, 16)]
-    results = {length: measure(model, task, length, args.trials) for length in lengths}
-
+def best_head(results, lengths):
+    """The head that gives one of the tokens the most attention at the training length."""
     at_1x = results[lengths[0]]
-    layer, head, statement, o = (int(i) for i in np.unravel_index(int(at_1x.argmax()), at_1x.shape))
-    where = {0: "on the digit itself", -1: "one token before the digit"}.get(
-        OFFSETS[o], f"{OFFSETS[o]:+d} tokens from the digit"
-    )
-    where += f", {('first', 'second')[statement]} statement"
-    best = [100 * results[n][layer, head, statement, o].item() for n in lengths]
-    on_key = [100 * results[n][layer, head, :, OFFSETS.index(-1) : OFFSETS.index(0) + 1].sum().item() for n in lengths]
-    even = [100 / n for n in lengths]
+    layer, head, statement, o = map(int, np.unravel_index(int(at_1x.argmax()), at_1x.shape))
+    known = {0: "on the digit itself", -1: "one token before the digit"}
+    where = known.get(OFFSETS[o], f"{OFFSETS[o]:+d} tokens from the digit")
+    percent = [100 * results[n][layer, head, statement, o].item() for n in lengths]
+    best = {"layer": layer, "head": head, "statement": statement, "offset": OFFSETS[o]}
+    return best | {"percent": percent}, f"{where}, {('first', 'second')[statement]} statement"
 
+
+def draw(pos, results, lengths, best, where):
+    layer, head, percent = best["layer"], best["head"], best["percent"]
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(7.2, 6.8), layout="constrained")
-    image = top.imshow(100 * at_1x.amax(dim=(2, 3)).numpy(), aspect="auto", cmap="cividis", vmin=0, vmax=100)
-    top.set(xlabel="head", ylabel="layer", xticks=range(at_1x.size(1)), yticks=range(at_1x.size(0)))
+    most = 100 * results[lengths[0]].amax(dim=(2, 3)).numpy()
+    image = top.imshow(most, aspect="auto", cmap="cividis", vmin=0, vmax=100)
+    n_layer, n_head = most.shape
+    top.set(xlabel="head", ylabel="layer", xticks=range(n_head), yticks=range(n_layer))
     fig.colorbar(image, ax=top, label="most attention on one\nof these tokens (%)")
-    pos = model.config.pos
-    top.set_title(f"{pos} at {lengths[0]} tokens: layer {layer}, head {head} gives {best[0]:.0f} %\n{where}", fontsize=10)
-    bottom.plot(lengths, best, color=RED, marker="o", label=f"layer {layer}, head {head}, {where}")
-    bottom.plot(
-        lengths, on_key, color=BLUE, marker="s", ls="--", label="the same head, both statements, digit and token before"
-    )
+    title = f"{pos} at {lengths[0]} tokens: layer {layer}, head {head} gives {percent[0]:.0f} %"
+    top.set_title(f"{title}\n{where}", fontsize=10)
+
+    label = f"layer {layer}, head {head}, {where}"
+    bottom.plot(lengths, percent, color=RED, marker="o", label=label)
+    key = slice(OFFSETS.index(-1), OFFSETS.index(0) + 1)
+    on_key = [100 * results[n][layer, head, :, key].sum().item() for n in lengths]
+    label = "the same head, both statements, digit and token before"
+    bottom.plot(lengths, on_key, color=BLUE, marker="s", ls="--", label=label)
+    even = [100 / n for n in lengths]
     bottom.plot(lengths, even, color=ORANGE, ls=":", label="even attention to all tokens")
     bottom.axvline(lengths[0], color=BLACK, lw=0.8, ls=":")
     bottom.set_xscale("log", base=2)
     bottom.set_xticks(lengths, [f"{n}\n{n // lengths[0]}x" for n in lengths])
     bottom.set_ylim(0, 119)
-    title = f"At {lengths[1]} tokens that head has {best[1]:.0f} % left, at {lengths[-1]} it has {best[-1]:.1f} %"
+    title = f"At {lengths[1]} tokens that head has {percent[1]:.0f} % left, "
+    title += f"at {lengths[-1]} it has {percent[-1]:.1f} %"
     tidy(bottom, "length (tokens)", "attention (%)", title)
     bottom.legend(frameon=False, fontsize=9)
-    print(f"layer {layer}, head {head}, {where}: " + ", ".join(f"{n}: {s:.1f} %" for n, s in zip(lengths, best, strict=True)))
+    return fig
+
+
+def main(argv=None):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("checkpoint", help="a run of train.py with --passkey_frac")
+    add("--trials", type=positive_int, default=20)
+    add("--name", type=file_name, default="attention_map", help="of figure and json")
+    args = parser.parse_args(argv)
+    model, metadata, _ = load_run(args.checkpoint)
+    task = PasskeyTask(load_tokenizer(metadata["tokenizer"], args.checkpoint))
+    lengths = [model.config.train_len * factor for factor in (1, 2, 4, 8, 16)]
+    results = {length: measure(model, task, length, args.trials) for length in lengths}
+    best, where = best_head(results, lengths)
+    fig = draw(model.config.pos, results, lengths, best, where)
+    by_length = zip(lengths, best["percent"], strict=True)
+    shown = ", ".join(f"{n}: {percent:.1f} %" for n, percent in by_length)
+    print(f"layer {best['layer']}, head {best['head']}, {where}: {shown}")
+    rounded = {n: result.numpy().round(4).tolist() for n, result in results.items()}
     numbers = {
-        "checkpoint": str(args.checkpoint), "pos": pos, "trials": args.trials, "lengths": lengths, "offsets": list(OFFSETS),
-        "best": {"layer": layer, "head": head, "statement": statement, "offset": OFFSETS[o], "percent": best},
-        "attention_by_length_layer_head_statement_offset": {n: results[n].numpy().round(4).tolist() for n in lengths},
-    }  # fmt: skip
+        "checkpoint": str(args.checkpoint),
+        "pos": model.config.pos,
+        "trials": args.trials,
+        "lengths": lengths,
+        "offsets": list(OFFSETS),
+        "best": best,
+        "attention_by_length_layer_head_statement_offset": rounded,
+    }
     save(fig, numbers, args.out, args.name)
 
 

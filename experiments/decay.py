@@ -3,20 +3,23 @@ Where RoPE's decay with distance comes from (appendix A.2, its figure).
 
     python experiments/decay.py        5 seconds
 
-The mean score of query and key n tokens apart, over q and k drawn from N(mu, 1), is mu^2 times the sum of cos(w_m n) over
-the frequencies: with mu = 0 there is nothing to decay. Left: 1000 draws for mu = 0, 0.1 and 1 beside the exact curves, per
-dimension; mu = 1 is also the "ideal" of constant ones in RoPE's paper. Right: the same sum, from its value at distance 0,
-for all of RoPE's frequencies, for those above FoPE's floor, for those under it, for FoPE and for NoPE.
+The mean score of query and key n tokens apart, over q and k drawn from N(mu, 1), is mu^2 times the
+sum of cos(w_m n) over the frequencies: with mu = 0 there is nothing to decay. Left: 1000 draws for
+mu = 0, 0.1 and 1 beside the exact curves, per dimension; mu = 1 is also the "ideal" of constant
+ones in RoPE's paper. Right: the same sum, from its value at distance 0, for all of RoPE's
+frequencies, for those above FoPE's floor, for those under it, for FoPE and for NoPE.
 
-Look at: the slow frequencies are why the curve does not come back to zero, and its slope over the training length; those
-above the floor alone fall off within a few tokens and then swing around zero. FoPE adds its zero frequencies, a constant.
+Look at: the slow frequencies are why the curve does not come back to zero, and its slope over the
+training length; those above the floor alone fall off within a few tokens and then swing around
+zero. FoPE adds its zero frequencies, a constant.
 """
 
 import math
 
 import torch
-from common import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, one_sentence_errors, plt, save, tidy
+from shared import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, plt, save, tidy
 
+from common import one_sentence_errors
 from fope import FoPE, NoPE, RoPE, above_floor, rope_freqs
 
 SHAPE = dict(head_dim=64, n_head=1, train_len=128)
@@ -28,7 +31,10 @@ def mean_cosine(freqs, T):
 
 
 def sampled_scores(pos, mu, T, draws=1000, seed=0):
-    """q.k / head_dim of key 0 and query n, its mean and standard error over draws of q and k from N(mu, 1): two (T,)."""
+    """
+    q.k / head_dim of key 0 and query n, its mean and standard error over draws of q and k from
+    N(mu, 1): two (T,).
+    """
     g = torch.Generator().manual_seed(seed)
     q, k = (mu + torch.randn(draws, 1, 1, pos.head_dim, generator=g) for _ in range(2))
     rotated, _ = pos.rotate(q.expand(-1, -1, T, -1), q.expand(-1, -1, T, -1))
@@ -38,7 +44,10 @@ def sampled_scores(pos, mu, T, draws=1000, seed=0):
 
 
 def constant_content(pos, T, spans=64):
-    """Score of constant ones against distance, mean over `spans` positions of the key, from its value at distance 0: (T,)."""
+    """
+    Score of constant ones against distance, mean over `spans` positions of the key, from its value
+    at distance 0: (T,).
+    """
     x = torch.ones(1, 1, T + spans, pos.head_dim)
     s = pos.scores(x, x)[0, 0].double()
     curve = torch.stack([s[j : j + T, j] for j in range(spans)]).mean(dim=0)
@@ -54,13 +63,14 @@ def measure(T=256):
         numbers["sampled"][str(mu)] = {"mean": mean.tolist(), "error": error.tolist()}
         numbers["exact"][str(mu)] = (mu**2 * mean_cosine(freqs, T)).tolist()
     torch.manual_seed(0)
-    numbers["constant"] = {
-        "RoPE": constant_content(RoPE(**SHAPE), T).tolist(),
-        "RoPE, above the floor": mean_cosine(above_floor(freqs, SHAPE["train_len"]), T).tolist(),
-        "RoPE, under the floor": mean_cosine(freqs[freqs < floor], T).tolist(),
-        "FoPE": constant_content(FoPE(**SHAPE), T).tolist(),
-        "NoPE": constant_content(NoPE(**SHAPE), T).tolist(),
+    curves = {
+        "RoPE": constant_content(RoPE(**SHAPE), T),
+        "RoPE, above the floor": mean_cosine(above_floor(freqs, SHAPE["train_len"]), T),
+        "RoPE, under the floor": mean_cosine(freqs[freqs < floor], T),
+        "FoPE": constant_content(FoPE(**SHAPE), T),
+        "NoPE": constant_content(NoPE(**SHAPE), T),
     }
+    numbers["constant"] = {name: curve.tolist() for name, curve in curves.items()}
     return numbers
 
 
@@ -69,33 +79,30 @@ def main(argv=None):
     numbers = measure()
     n, N = numbers["distance"], SHAPE["train_len"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained")
-    for (mu, sampled), colour in zip(numbers["sampled"].items(), (GREEN, ORANGE, BLUE), strict=True):
+
+    colours = (GREEN, ORANGE, BLUE)
+    for (mu, sampled), colour in zip(numbers["sampled"].items(), colours, strict=True):
         mean, error = torch.tensor(sampled["mean"]), torch.tensor(sampled["error"])
         left.plot(n, mean, color=colour, label=f"mean {mu}")
         left.fill_between(n, mean - 2 * error, mean + 2 * error, color=colour, alpha=0.2, lw=0)
-        left.plot(n, numbers["exact"][mu], color=BLACK, lw=0.8, ls="--", label="exact" if mu == "1.0" else None)
-    tidy(
-        left,
-        "distance (tokens)",
-        "mean of q.k per dimension",
-        "RoPE decays with distance only where q and k\nhave a mean; with mean 0 nothing is left",
-    )
-    styles = (BLUE, ORANGE, PINK, RED, GREY)
-    for (name, curve), colour in zip(numbers["constant"].items(), styles, strict=True):
-        right.plot(n, curve, color=colour, label=name, lw=1.3)
-        print(f"{name:>22}: mean over distances {N // 2} .. {N - 1}: {sum(curve[N // 2 : N]) / (N - N // 2):+.3f}")
-    tidy(
-        right,
-        "distance (tokens)",
-        "score of constant q and k (1 at distance 0)",
-        "The slow decay is made by the frequencies\nunder the floor, which FoPE holds constant",
-    )
+        label = "exact" if mu == "1.0" else None
+        left.plot(n, numbers["exact"][mu], color=BLACK, lw=0.8, ls="--", label=label)
+    title = "RoPE decays with distance only where q and k\nhave a mean; with mean 0 nothing is left"
+    tidy(left, "distance (tokens)", "mean of q.k per dimension", title)
     left.legend(frameon=False, fontsize=9)
+
+    colours = (BLUE, ORANGE, PINK, RED, GREY)
+    for (name, curve), colour in zip(numbers["constant"].items(), colours, strict=True):
+        right.plot(n, curve, color=colour, label=name, lw=1.3)
+        mean = sum(curve[N // 2 : N]) / (N - N // 2)
+        print(f"{name:>22}: mean over distances {N // 2} .. {N - 1}: {mean:+.3f}")
+    title = "The slow decay is made by the frequencies\nunder the floor, which FoPE holds constant"
+    tidy(right, "distance (tokens)", "score of constant q and k (1 at distance 0)", title)
     right.set_ylim(-0.8, 1.1)
     right.legend(framealpha=1, edgecolor="none", fontsize=9, loc="lower left", ncols=2)
+    right.annotate(" training length", (N, 1.03), fontsize=9)
     for ax in (left, right):
         ax.axvline(N, color=BLACK, lw=0.8, ls=":")
-    right.annotate(" training length", (N, 1.03), fontsize=9)
     save(fig, numbers, args.out, "decay")
 
 

@@ -1,39 +1,47 @@
 """
 Do the frequencies under the floor hold larger queries and keys? (appendix A.1 and its figure)
 
-    python experiments/qk_activation.py runs_out/tiny/runs/rope_s0_perplexity       10 seconds
-    python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096   any Llama of the transformers library
+    python experiments/qk_activation.py runs_out/tiny/text/rope_s0                  10 seconds
+    python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096
+                                                   any Llama of the transformers library
 
-Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over tokens and heads: one number
-per layer and dimension. Dimension i turns with i + head_dim/2; the pairs whose frequency is under 2 pi / train_len are
-marked. Look at: whether the marked dimensions are brighter, and by what factor.
+Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over
+tokens and heads: one number per layer and dimension. Dimension i turns with i + head_dim/2; the
+pairs whose frequency is under 2 pi / train_len are marked. Look at: whether the marked dimensions
+are brighter, and by what factor.
 """
 
 import math
 
 import torch
-from common import Parser, one_sentence_errors, plt, save
+from shared import RED, Parser, file_name, plt, save
 
+from checkpoint import load_checkpoint
+from common import one_sentence_errors, positive_int
 from fope import rope_freqs
-from model import load_checkpoint
 
 
 def mean_activation(model, layers, heads, head_dim, tokens):
     """
-    |q| and |k| averaged over tokens and heads: two (n_layer, head_dim). `layers` are pairs of modules whose outputs are q and
-    k, (B, n_head, T, head_dim) or (B, T, n_head * head_dim); `heads` is the number of heads of each.
+    |q| and |k| averaged over tokens and heads: two (n_layer, head_dim). `layers` are pairs of
+    modules whose outputs are q and k, (B, n_head, T, head_dim) or (B, T, n_head * head_dim);
+    `heads` is the number of heads of each.
     """
     seen = {}
 
     def keep(name, n_head):
         def hook(module, inputs, output):
             x = output.detach().float().abs()
-            x = x.mean(dim=(0, 1, 2)) if x.dim() == 4 else x.unflatten(-1, (n_head, head_dim)).mean(dim=(0, 1, 2))
-            seen[name] = x
+            x = x if x.dim() == 4 else x.unflatten(-1, (n_head, head_dim))
+            seen[name] = x.mean(dim=(0, 1, 2))
 
         return hook
 
-    handles = [m.register_forward_hook(keep((i, j), heads[j])) for i, pair in enumerate(layers) for j, m in enumerate(pair)]
+    handles = [
+        module.register_forward_hook(keep((i, j), heads[j]))
+        for i, pair in enumerate(layers)
+        for j, module in enumerate(pair)
+    ]
     with torch.no_grad():
         model.eval()(tokens)
     for handle in handles:
@@ -41,14 +49,19 @@ def mean_activation(model, layers, heads, head_dim, tokens):
     return tuple(torch.stack([seen[i, j] for i in range(len(layers))]) for j in range(2))
 
 
+def random_tokens(vocab_size, shape):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
 def read_ours(folder, n_tokens):
+    """((q, k), train_len, theta, pos) of a run of train.py."""
     model, _, _ = load_checkpoint(folder)
     c = model.config
     layers = [(b.attn.q_norm, b.attn.k_norm) for b in model.blocks]
-    tokens = torch.randint(
-        c.vocab_size, (math.ceil(n_tokens / c.train_len), c.train_len), generator=torch.Generator().manual_seed(0)
-    )
-    return mean_activation(model, layers, (c.n_head, c.n_head), c.head_dim, tokens), c.train_len, c.theta, c.pos
+    shape = (math.ceil(n_tokens / c.train_len), c.train_len)
+    tokens, heads = random_tokens(c.vocab_size, shape), (c.n_head, c.n_head)
+    q_and_k = mean_activation(model, layers, heads, c.head_dim, tokens)
+    return q_and_k, c.train_len, c.theta, c.pos
 
 
 def read_llama(model, n_tokens, train_len):
@@ -57,9 +70,33 @@ def read_llama(model, n_tokens, train_len):
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
     layers = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in model.model.layers]
-    tokens = torch.randint(c.vocab_size, (1, n_tokens), generator=torch.Generator().manual_seed(0))
+    tokens = random_tokens(c.vocab_size, (1, n_tokens))
     heads = (c.num_attention_heads, c.num_key_value_heads)
-    return mean_activation(model, layers, heads, head_dim, tokens), train_len or c.max_position_embeddings, theta, "rope"
+    q_and_k = mean_activation(model, layers, heads, head_dim, tokens)
+    return q_and_k, train_len or c.max_position_embeddings, theta, "rope"
+
+
+def read(args):
+    """The same for whatever the command line names."""
+    try:
+        ours = read_ours(args.checkpoint, args.tokens)
+    except FileNotFoundError:
+        pass
+    else:
+        if args.train_len:
+            raise ValueError("--train_len is for Llama models; a run of train.py knows its own")
+        return ours
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        what = "is no run of train.py, and for other models transformers is not installed"
+        raise ValueError(f"{args.checkpoint} {what}") from None
+    try:
+        llama = AutoModelForCausalLM.from_pretrained(args.checkpoint)
+        return read_llama(llama, args.tokens, args.train_len)
+    except (OSError, ValueError, AttributeError) as e:
+        why = str(e).splitlines()[0]
+        raise ValueError(f"{args.checkpoint} is no Llama model that can be loaded: {why}") from None
 
 
 def under_the_floor(head_dim, theta, train_len):
@@ -69,55 +106,47 @@ def under_the_floor(head_dim, theta, train_len):
 
 def main(argv=None):
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="a run of train.py, or a Llama model for transformers' from_pretrained")
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--train_len", type=int, help="of a Llama model (default: its max_position_embeddings)")
-    parser.add_argument("--name", default="qk_activation", help="of figure and json")
+    add = parser.add_argument
+    add("checkpoint", help="a run of train.py, or what transformers' from_pretrained takes")
+    add("--tokens", type=positive_int, default=1000)
+    add("--train_len", type=positive_int, help="of a Llama, if not its max_position_embeddings")
+    add("--name", type=file_name, default="qk_activation", help="of figure and json")
     args = parser.parse_args(argv)
-    try:
-        (q, k), train_len, theta, pos = read_ours(args.checkpoint, args.tokens)
-    except FileNotFoundError:
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError:
-            raise ValueError(
-                f"{args.checkpoint} is no run of train.py, and for other models transformers is not installed"
-            ) from None
-        try:
-            llama = AutoModelForCausalLM.from_pretrained(args.checkpoint)
-            (q, k), train_len, theta, pos = read_llama(llama, args.tokens, args.train_len)
-        except (OSError, ValueError, AttributeError) as e:
-            raise ValueError(f"{args.checkpoint} is no Llama model that can be loaded: {str(e).splitlines()[0]}") from None
-    else:
-        if args.train_len:
-            raise ValueError("--train_len is for Llama models; a run of train.py knows its own")
+    (q, k), train_len, theta, pos = read(args)
 
     head_dim = q.size(1)
     slow = under_the_floor(head_dim, theta, train_len)
     if not 0 < slow.sum() < head_dim:
-        raise ValueError(f"at a training length of {train_len} the frequencies are not on both sides of the floor")
+        what = "the frequencies are not on both sides of the floor"
+        raise ValueError(f"at a training length of {train_len} {what}")
     ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
     for ax, x, name in zip(axes, (q, k), "qk", strict=True):
         image = ax.imshow(x.numpy(), aspect="auto", cmap="cividis", interpolation="nearest")
         for start in (0, head_dim // 2):  # in each half the slow dimensions come last
-            first = start + int((~slow[: head_dim // 2]).sum())
-            ax.axvspan(first - 0.5, start + head_dim // 2 - 0.5, fill=False, edgecolor="#D55E00", lw=2)
+            first, end = start + int((~slow).sum()) // 2, start + head_dim // 2
+            ax.axvspan(first - 0.5, end - 0.5, fill=False, edgecolor=RED, lw=2)
         ax.set_ylabel("layer")
         ax.set_yticks(range(len(x)))
         fig.colorbar(image, ax=ax, label=f"mean |{name}|")
     axes[1].set_xlabel("dimension of a head; boxes: under the floor")
-    axes[0].set_title(
-        f"{pos}: dimensions under the floor have {ratios[0]:.2f} (q) and {ratios[1]:.2f} (k) times\n"
-        "the mean activation of the others",
-        fontsize=10,
-    )
-    print(f"mean |q| and |k| under the floor, as a multiple of that above it: {ratios[0]:.2f}, {ratios[1]:.2f}")
+    ratio_q, ratio_k = (f"{ratio:.2f}" for ratio in ratios)
+    title = f"{pos}: dimensions under the floor have {ratio_q} (q) and {ratio_k} (k) times\n"
+    axes[0].set_title(f"{title}the mean activation of the others", fontsize=10)
+    what = "mean |q| and |k| under the floor, as a multiple of that above it"
+    print(f"{what}: {ratio_q}, {ratio_k}")
     numbers = {
-        "checkpoint": str(args.checkpoint), "pos": pos, "train_len": train_len, "theta": theta, "tokens": args.tokens,
-        "under_the_floor": slow.tolist(), "ratio_q": ratios[0], "ratio_k": ratios[1],
-        "q": q.tolist(), "k": k.tolist(),
-    }  # fmt: skip
+        "checkpoint": str(args.checkpoint),
+        "pos": pos,
+        "train_len": train_len,
+        "theta": theta,
+        "tokens": args.tokens,
+        "under_the_floor": slow.tolist(),
+        "ratio_q": ratios[0],
+        "ratio_k": ratios[1],
+        "q": q.tolist(),
+        "k": k.tolist(),
+    }
     save(fig, numbers, args.out, args.name)
 
 

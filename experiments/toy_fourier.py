@@ -1,15 +1,18 @@
 """
-The paper's toy (its figure 3): does a Fourier series per dimension match what an MLP makes of two tones?
+The paper's toy (its figure 3): does a Fourier series per dimension match what an MLP makes of two
+tones?
 
     python experiments/toy_fourier.py        5 seconds
 
-Two dimensions, one tone each, go through y = g(W x). Query and key are y itself, so the score of a dimension at distance n
-is the mean over t of y_m(t) y_m(t + n): its spectrum says, frequency by frequency, what the score is really made of. That
-is the ground truth. RoPE gives the whole power of dimension m to the one frequency w_m; FoPE (Eq. 11, the last version) to
-w_m and, with small random weights, to all D frequencies.
+Two dimensions, one tone each, go through y = g(W x). Query and key are y itself, so the score of a
+dimension at distance n is the mean over t of y_m(t) y_m(t + n): its spectrum says, frequency by
+frequency, what the score is really made of. That is the ground truth. RoPE gives the whole power of
+dimension m to the one frequency w_m; FoPE (Eq. 11, the last version) to w_m and, with small random
+weights, to all D frequencies.
 
-Look at: the mean error of each, per component and summed, over many random W and draws. A random weight of mean zero knows
-nothing of this W: its expected squared error is RoPE's plus its own variance. The paper shows one draw where FoPE is closer.
+Look at: the mean error of each, per component and summed, over many random W and draws. A random
+weight of mean zero knows nothing of this W: its expected squared error is RoPE's plus its own
+variance. The paper shows one draw where FoPE is closer.
 """
 
 import math
@@ -17,7 +20,9 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import BLACK, BLUE, RED, Parser, one_sentence_errors, plt, save, tidy
+from shared import BLACK, BLUE, RED, Parser, plt, save, tidy
+
+from common import one_sentence_errors
 
 N = 256  # distances shown, and the period of the lowest tone that fits
 SAMPLES = 2**13
@@ -25,7 +30,10 @@ BINS = np.array([SAMPLES // 64, SAMPLES // 24 + 1])  # periods of 64 and about 2
 
 
 def ground_truth(W, g=F.silu):
-    """Score of each dimension by frequency and distance: (power (2, frequencies), scores (2, N)) of y = g(W x)."""
+    """
+    Score of each dimension of y = g(W x) by frequency and by distance:
+    (power (2, frequencies), scores (2, N)).
+    """
     x = np.cos(2 * np.pi * np.outer(BINS, np.arange(SAMPLES)) / SAMPLES)
     y = g(torch.from_numpy(W @ x)).numpy()
     y -= y.mean(axis=1, keepdims=True)
@@ -42,71 +50,94 @@ def rope_scores(power):
 
 
 def fope_scores(power, sigma, rng, n_freq=16):
-    """Eq. 11 with weights a ~ N(0, sigma) on the two tones, on their sum, difference and harmonics, and on random others."""
+    """
+    Eq. 11 with weights a ~ N(0, sigma) on the two tones, on their sum, difference and harmonics,
+    and on random others.
+    """
     b1, b2 = BINS
     bins = [b1, b2, b1 + b2, b2 - b1, 2 * b1, 2 * b2]
     bins = np.concatenate((bins, rng.integers(1, SAMPLES // 2, n_freq - len(bins))))
-    weights = np.hstack((np.eye(2), np.zeros((2, n_freq - 2)))) + sigma * rng.standard_normal((2, n_freq))
+    own = np.hstack((np.eye(2), np.zeros((2, n_freq - 2))))
+    weights = own + sigma * rng.standard_normal((2, n_freq))
     series = weights @ np.cos(2 * np.pi * np.outer(bins, np.arange(N)) / SAMPLES)
     return power.sum(axis=1, keepdims=True) * series
 
 
 def relative_error(scores, truth):
-    """Root mean square error over the distances as a share of the truth's root mean square, per dimension and summed: (3,)."""
+    """
+    Root mean square error over the distances as a share of the truth's root mean square, per
+    dimension and summed: (3,).
+    """
     scores, truth = (np.vstack((s, s.sum(axis=0))) for s in (scores, truth))
     return np.sqrt(((scores - truth) ** 2).mean(axis=1) / (truth**2).mean(axis=1))
+
+
+def draw(seed):
+    """(power, truth) of one random W, and the generator for FoPE's weights."""
+    rng = np.random.default_rng(seed)
+    return *ground_truth(rng.standard_normal((2, 2)) / math.sqrt(2)), rng
 
 
 def measure(seeds=200, sigmas=(0.02, 0.1, 0.3)):
     errors = {"RoPE": [], **{f"FoPE, sigma {s}": [] for s in sigmas}}
     for seed in range(seeds):
-        rng = np.random.default_rng(seed)
-        power, truth = ground_truth(rng.standard_normal((2, 2)) / math.sqrt(2))
+        power, truth, rng = draw(seed)
         errors["RoPE"].append(relative_error(rope_scores(power), truth))
         for s in sigmas:
             errors[f"FoPE, sigma {s}"].append(relative_error(fope_scores(power, s, rng), truth))
     return {name: np.array(e) for name, e in errors.items()}
 
 
-def main(argv=None):
-    args = Parser(__doc__).parse_args(argv)
-    errors = measure()
-    numbers = {"seeds": len(errors["RoPE"]), "periods": (SAMPLES / BINS).round(3).tolist(), "activation": "SiLU", "errors": {}}
+def summarise(errors):
+    """Of each method: mean and std of its error, and how often it is closer than RoPE."""
+    summary = {}
     for name, e in errors.items():
         closer = (e[:, 2] < errors["RoPE"][:, 2]).mean()
-        numbers["errors"][name] = {
+        summary[name] = {
             "mean_component_1_2_sum": e.mean(axis=0).round(4).tolist(),
             "std": e.std(axis=0, ddof=1).round(4).tolist(),
             "closer_than_rope": round(float(closer), 3),
         }
         parts = ", ".join(f"{m:.2f}" for m in e.mean(axis=0))
-        print(f"{name:>16}: relative error of dimension 1, 2 and the sum {parts}; closer than RoPE in {100 * closer:.1f} %")
+        print(f"{name:>16}: relative error of dimension 1, 2 and the sum {parts}; ", end="")
+        print(f"closer than RoPE in {100 * closer:.1f} %")
+    return summary
 
-    seed = int(np.argsort(errors["RoPE"][:, 2])[len(errors["RoPE"]) // 2])  # a typical one for RoPE
-    rng = np.random.default_rng(seed)
-    power, truth = ground_truth(rng.standard_normal((2, 2)) / math.sqrt(2))
+
+def main(argv=None):
+    args = Parser(__doc__).parse_args(argv)
+    errors = measure()
+    n_seeds, rope_errors = len(errors["RoPE"]), errors["RoPE"][:, 2]
+    shown_seed = int(np.argsort(rope_errors)[n_seeds // 2])  # a typical one for RoPE
+    numbers = {
+        "seeds": n_seeds,
+        "periods": (SAMPLES / BINS).round(3).tolist(),
+        "activation": "SiLU",
+        "errors": summarise(errors),
+        "shown_seed": shown_seed,
+        "differs_from_the_paper": (
+            "The weights of mean zero are independent of W, so on average the random series is no "
+            "better match of the ground truth than the single tone. What FoPE gains in training "
+            "needs another reason than a better match at the start."
+        ),
+    }
+    print(numbers["differs_from_the_paper"])
+
+    power, truth, rng = draw(shown_seed)
     curves = {"ground truth": (truth, BLACK), "RoPE": (rope_scores(power), BLUE)}
     curves["FoPE, sigma 0.3, one draw"] = (fope_scores(power, 0.3, rng), RED)
     fig, axes = plt.subplots(3, 1, figsize=(7.2, 7.4), sharex=True, layout="constrained")
     for name, (curve, colour) in curves.items():
         for ax, line in zip(axes, (*curve, curve.sum(axis=0)), strict=True):
             ax.plot(line, color=colour, label=name, lw=1.8 if colour == BLACK else 1.2)
-    won = numbers["errors"]["FoPE, sigma 0.3"]["closer_than_rope"]
     for ax, part in zip(axes, ("dimension 1", "dimension 2", "sum"), strict=True):
         tidy(ax, "", f"score, {part}", "")
-    axes[0].set_title(
-        f"An MLP mixes two tones. A random series per dimension (sigma 0.3)\n"
-        f"is closer to the result than RoPE in {100 * won:.1f} % of {numbers['seeds']} draws",
-        fontsize=10,
-    )
+    won = numbers["errors"]["FoPE, sigma 0.3"]["closer_than_rope"]
+    title = "An MLP mixes two tones. A random series per dimension (sigma 0.3)"
+    title += f"\nis closer to the result than RoPE in {100 * won:.1f} % of {n_seeds} draws"
+    axes[0].set_title(title, fontsize=10)
     axes[0].legend(frameon=False, fontsize=9, ncols=3)
     axes[-1].set_xlabel("distance (tokens)")
-    numbers["shown_seed"] = seed
-    numbers["differs_from_the_paper"] = (
-        "The weights of mean zero are independent of W, so on average the random series is no better match of the ground truth "
-        "than the single tone. What FoPE gains in training needs another reason than a better match at the start."
-    )
-    print(numbers["differs_from_the_paper"])
     save(fig, numbers, args.out, "toy_fourier")
 
 

