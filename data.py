@@ -8,7 +8,6 @@ the layout of llm.c and modded-nanogpt, so their published shards can be read he
 import base64
 import hashlib
 import importlib.util
-import itertools
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,15 +19,7 @@ import tiktoken
 import torch
 from tqdm import tqdm
 
-from common import (
-    all_reduce_sum,
-    file_sha256,
-    rank,
-    read_json,
-    world_size,
-    write_atomically,
-    write_json,
-)
+import common
 
 EOT = "<|endoftext|>"
 
@@ -72,7 +63,7 @@ def read_ranks(path, name, sha256):
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
         if sorted(ranks.values()) != list(range(len(ranks))) or f"bpe:{len(ranks) + 1}" != name:
             raise ValueError(f"{len(ranks)} ranks do not make {name}")
-        if not file_sha256(path).startswith(sha256):
+        if not common.file_sha256(path).startswith(sha256):
             raise ValueError("it is not the file that the tokens were made with")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path}, which {name} needs") from None
@@ -118,7 +109,7 @@ def write_shard(path, tokens):
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     content = header.tobytes(), tokens.astype("<u2").tobytes()
-    write_atomically(path, lambda f: f.writelines(content))
+    common.write_atomically(path, lambda f: f.writelines(content))
 
 
 def read_shard(path):
@@ -166,12 +157,12 @@ class TokenData:
                 raise FileNotFoundError(f"the shard {path} is missing")
         self.folder, self.shards = folder, [read_shard(path) for path in paths]
         damage = None
-        if rank() == 0:  # for all; the others wait
+        if common.rank() == 0:  # for all; the others wait
             try:
                 check_content(folder, paths, listed, self.meta["vocab_size"])
             except (ValueError, OSError) as e:
                 damage = e
-        if all_reduce_sum(torch.tensor(float(damage is not None))):
+        if common.all_reduce_sum(torch.tensor(float(damage is not None))):
             raise damage or ValueError(f"{folder} is damaged, as the first process says")
         self.starts = np.cumsum([0] + [len(s) for s in self.shards])
 
@@ -206,7 +197,7 @@ def check_content(folder, paths, listed, vocab_size):
     so that later starts need not read it all.
     """
     try:
-        verified = read_json(folder / "verified.json")
+        verified = common.read_json(folder / "verified.json")
     except (OSError, ValueError):
         verified = {}
     verified = {k: v for k, v in verified.items() if isinstance(v, list)}
@@ -226,7 +217,7 @@ def check_content(folder, paths, listed, vocab_size):
             raise ValueError(f"{path} is damaged: it is not the file that meta.json describes")
     if unread:
         with suppress(OSError):  # a folder that cannot be written is read again each time
-            write_json(folder / "verified.json", verified)
+            common.write_json(folder / "verified.json", verified)
 
 
 def read_content(path):
@@ -243,7 +234,7 @@ def read_content(path):
 def read_meta(folder):
     """meta.json of a data folder, checked."""
     path = Path(folder) / "meta.json"
-    meta = read_json(path)
+    meta = common.read_json(path)
     shard_fields = {"name": str, "split": str, "tokens": int, "sha256": str}
     try:
         name = check_tokenizer_name(meta["tokenizer"])
@@ -309,20 +300,6 @@ class Batches:
 
     def batch(self, step):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""
-        n = self.batch_size // world_size()
-        first = step * self.batch_size + rank() * n
+        n = self.batch_size // common.world_size()
+        first = step * self.batch_size + common.rank() * n
         return torch.from_numpy(np.stack([self.sequence(i) for i in range(first, first + n)]))
-
-    def from_step(self, step, device):
-        """batch(step), batch(step + 1), ...: each read while the one before is computed with."""
-        pin = device.type == "cuda"
-
-        def read(step):
-            batch = self.batch(step)
-            return batch.pin_memory() if pin else batch
-
-        with ThreadPoolExecutor(1) as pool:
-            upcoming = pool.submit(read, step)
-            for following in itertools.count(step + 1):
-                batch, upcoming = upcoming.result(), pool.submit(read, following)
-                yield batch.to(device, non_blocking=True)

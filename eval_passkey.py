@@ -16,15 +16,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common import (
-    all_reduce_sum,
-    autocast,
-    one_sentence_errors,
-    positive_int,
-    rank,
-    seed_int,
-    world_size,
-)
+import common
+from common import positive_int, seed_int
 from data import load_tokenizer
 from evaluation import (
     DoesNotFit,
@@ -103,12 +96,12 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
     results = np.zeros((3, trials))
     exact, share, nll = results
     n_rows = batch_rows(device, length)
-    for i in range(rank() * n_rows, trials, world_size() * n_rows):
+    for i in range(common.rank() * n_rows, trials, common.world_size() * n_rows):
         rows = samples[i : i + n_rows]
         tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
         n_max = max(n for _, n, _ in rows)
         answers = tokens[:, -n_max:]
-        with autocast(device):
+        with common.autocast(device):
             logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
         right = (logits.argmax(dim=-1) == answers).cpu().numpy()  # (rows, n_max)
         losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").cpu().numpy()
@@ -116,13 +109,13 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
             exact[i + r], share[i + r] = right[r, -n:].all(), right[r, -n:].mean()
             nll[i + r] = losses[r, -n:].mean()
             if generate:
-                with autocast(device):
+                with common.autocast(device):
                     decoded = [*model.generate(tokens[r : r + 1, :-n], n, temperature=0)]
                 exact[i + r] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
         if progress is not None:
-            progress.update(world_size() * len(rows))
+            progress.update(common.world_size() * len(rows))
     model.train(was_training)
-    all_reduce_sum(torch.from_numpy(results))  # in place: each process has filled in its trials
+    common.all_reduce_sum(torch.from_numpy(results))  # in place: each process has its own trials
     depths = np.array([depth for _, _, depth in samples])
     return summary(exact, share, nll, np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1))
 
@@ -164,7 +157,7 @@ def main(argv=None):
 
     def evaluate(length):
         settings = dict(desc=f"length {length}", unit="trial", leave=False)
-        with tqdm(total=args.trials, disable=rank() > 0, **settings) as bar:
+        with tqdm(total=args.trials, disable=common.rank() > 0, **settings) as bar:
             options = args.trials, args.seed, args.generate, bar
             return passkey_accuracy(model, task, length, *options)
 
@@ -173,4 +166,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

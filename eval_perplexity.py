@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import common
 from checkpoint import read_log
-from common import all_reduce_sum, autocast, one_sentence_errors, positive_int, rank, world_size
+from common import positive_int
 from data import TokenData
 from evaluation import (
     DoesNotFit,
@@ -44,15 +45,15 @@ def window_loss(model, tokens, length, progress=None):
     model.eval()
     total = torch.zeros(length, dtype=torch.float64)  # on the CPU: not every GPU has fp64
     n_rows = batch_rows(device, length)
-    for i in range(rank() * n_rows, n_windows, world_size() * n_rows):
+    for i in range(common.rank() * n_rows, n_windows, common.world_size() * n_rows):
         x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
-        with autocast(device):
+        with common.autocast(device):
             loss = model(x, y, reduction="none")  # (n_rows, length)
         total += loss.cpu().sum(dim=0, dtype=torch.float64)
         if progress is not None:
-            progress.update(world_size() * x.numel())
+            progress.update(common.world_size() * x.numel())
     model.train(was_training)
-    return (all_reduce_sum(total) / n_windows).numpy()
+    return (common.all_reduce_sum(total) / n_windows).numpy()
 
 
 def main(argv=None):
@@ -81,7 +82,7 @@ def main(argv=None):
             few = f"{n_tokens:,} validation tokens to read, too few for one window"
             raise DoesNotFit(f"{data.folder} has {few}")
         settings = dict(desc=f"length {length}", unit="tok", unit_scale=True, leave=False)
-        with tqdm(total=n_scored, disable=rank() > 0, **settings) as bar:
+        with tqdm(total=n_scored, disable=common.rank() > 0, **settings) as bar:
             losses = window_loss(model, tokens, length, bar)
         if length == longest:
             bins = np.array_split(losses, min(128, length))
@@ -102,4 +103,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

@@ -8,20 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+import common
 from checkpoint import load_run, with_pos
-from common import (
-    ArgumentParser,
-    add_device_flag,
-    add_pos_flags,
-    init_distributed,
-    is_out_of_memory,
-    parse_pos_args,
-    parse_rope_scaling,
-    provenance,
-    rank,
-    world_size,
-    write_json,
-)
 
 # On a CPU what stays in its cache is read a third faster.
 TOKENS_PER_BATCH = {"cpu": 2048, "accelerator": 8192}
@@ -42,14 +30,14 @@ class DoesNotFit(ValueError):
 
 
 def evaluation_parser(doc):
-    parser = ArgumentParser(doc)
+    parser = common.ArgumentParser(doc)
     add = parser.add_argument
     add("checkpoint", help="the --out folder of a training run")
     add("--lengths", help="such as 128,256 tokens; without it 1x,2x,4x,8x,16x the training length")
     add("--out", help="the json file; without it beside the checkpoint")
     add("--label", help="the model's name in figures and tables, if not its embedding's")
-    add_device_flag(parser)
-    add_pos_flags(parser)
+    common.add_device_flag(parser)
+    common.add_pos_flags(parser)
     return parser
 
 
@@ -63,9 +51,10 @@ def parse_lengths(text, train_len):
 
 def load_for_evaluation(args):
     """The run to evaluate, its embedding changed as the flags say: (model, metadata, state)."""
-    device = init_distributed(args.device)
+    device = common.init_distributed(args.device)
     model, metadata, state = load_run(args.checkpoint)
-    pos_args, scaling = parse_pos_args(args.pos_args), parse_rope_scaling(args, model.config)
+    pos_args = common.parse_pos_args(args.pos_args)
+    scaling = common.parse_rope_scaling(args, model.config)
     if pos_args or scaling:
         if not args.out:
             raise ValueError("a changed embedding needs --out, beside the trained one's result")
@@ -100,7 +89,7 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
             row = evaluate(length)
         except (DoesNotFit, MemoryError, RuntimeError) as e:
             fits = not isinstance(e, DoesNotFit)
-            if fits and (world_size() > 1 or not is_out_of_memory(e)):
+            if fits and (common.world_size() > 1 or not common.is_out_of_memory(e)):
                 raise  # of several processes one cannot skip alone
             skipped[length] = "out of memory" if fits else str(e)
             print(f"length {length:,} is skipped: {skipped[length]}", file=sys.stderr)
@@ -128,11 +117,11 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
         "model": {name: getattr(config, name) for name in sizes},
         "tokenizer": metadata["tokenizer"],
         "training": metadata["training"],
-        **provenance(next(model.parameters()).device),
+        **common.provenance(next(model.parameters()).device),
         **extra,
         "lengths": done,
         "skipped": skipped,
     }
-    if rank() == 0:
-        write_json(out, result)
+    if common.rank() == 0:
+        common.write_json(out, result)
     print(f"wrote {out}")

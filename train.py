@@ -28,25 +28,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+import common
 from checkpoint import load_run, read_log, save_checkpoint, with_pos
-from common import (
-    ArgumentParser,
-    add_device_flag,
-    add_pos_flags,
-    all_reduce_sum,
-    autocast,
-    init_distributed,
-    number,
-    one_sentence_errors,
-    parse_pos_args,
-    parse_rope_scaling,
-    positive_int,
-    rank,
-    read_json,
-    seed_int,
-    world_size,
-    write_atomically,
-)
+from common import number, positive_int, seed_int
 from data import Batches, TokenData
 from eval_passkey import PasskeyTask
 from eval_perplexity import window_loss
@@ -100,20 +84,28 @@ class StopSignal:
 
 
 def parse_args(argv):
-    parser = ArgumentParser(__doc__)
+    parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     # data
     add("--data", required=True, help="folder that prepare_data.py wrote")
-    add("--passkey_frac", type=number(float, 0, 1), help="share of sequences that are passkeys")
+    add(
+        "--passkey_frac",
+        type=number(float, 0, 1),
+        help="share of sequences that are passkeys",
+    )
     # model
     add("--init_from", metavar="RUN", help="start from its weights, preset, --pos and --train_len")
     add("--preset", choices=RECIPES, help="size and recipe; tiny if there is no --init_from")
     add("--pos", choices=POSITION_EMBEDDINGS, help="fope if there is no --init_from")
-    add_pos_flags(parser)
+    common.add_pos_flags(parser)
     add("--n_layer", type=positive_int, help="this and what follows: instead of the preset's")
     add("--n_head", type=positive_int)
     add("--n_embd", type=positive_int)
-    add("--theta", type=number(float, 1, 1e12), help="of RoPE's frequencies theta^(-2m/head_dim)")
+    add(
+        "--theta",
+        type=number(float, 1, 1e12),
+        help="of RoPE's frequencies theta^(-2m/head_dim)",
+    )
     add("--init_std", type=number(float, 1e-6, 1), help="of the weights at the start")
     add("--qk_norm", action="store_true", help="normalise q and k before they are rotated")
     add("--train_len", type=positive_int, help="tokens per sequence")
@@ -134,7 +126,7 @@ def parse_args(argv):
     add("--eval_every", type=positive_int, help="steps between validation losses; else 10 in all")
     add("--eval_tokens", type=positive_int, help="validation tokens read for the loss")
     add("--log_every", type=positive_int, default=10, help="steps between lines of log.jsonl")
-    add_device_flag(parser)
+    common.add_device_flag(parser)
     add("--compile", action="store_true", help="torch.compile: slow to start, then faster")
     add("--deterministic", action="store_true", help="the same twice on CUDA; a CPU does anyway")
     args = parser.parse_args(argv)
@@ -154,7 +146,7 @@ def parse_args(argv):
 def take_over(args):
     """Give the flags that --init_from decides the values of that run; refuse what cannot change."""
     path = Path(args.init_from) / "config.json"  # all that a resumed run still needs of its start
-    start = read_json(path)
+    start = common.read_json(path)
     try:
         trained = start["training"] | start["model"]
         known = trained["preset"] in RECIPES and trained["pos"] in POSITION_EMBEDDINGS
@@ -174,12 +166,12 @@ def take_over(args):
 def new_model(args, data):
     """A model drawn from the seed, or with --init_from another run's, its embedding exchanged."""
     chosen = {name: getattr(args, name) for name in ("pos", "train_len", "seed")}
-    pos_args, size = parse_pos_args(args.pos_args), SIZE_OF.get(args.preset, args.preset)
+    pos_args, size = common.parse_pos_args(args.pos_args), SIZE_OF.get(args.preset, args.preset)
     if not args.init_from:
         given = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd", "theta", "init_std")}
         chosen |= {name: value for name, value in given.items() if value is not None}
         chosen |= dict(qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
-        scaling = parse_rope_scaling(args, trained=None)
+        scaling = common.parse_rope_scaling(args, trained=None)
         model = GPT(GPTConfig.preset(size, pos_args=pos_args, rope_scaling=scaling, **chosen))
         if args.pos == "fope":
             tell_of_noise(model.blocks[0].attn.pos)
@@ -188,7 +180,7 @@ def new_model(args, data):
     if metadata["tokenizer"] != data.tokenizer_id():
         was = f"{args.init_from} has the tokenizer {metadata['tokenizer']}"
         raise ValueError(f"{was}, {args.data} has {data.tokenizer_id()}")
-    was, scaling = old.config, parse_rope_scaling(args, old.config)
+    was, scaling = old.config, common.parse_rope_scaling(args, old.config)
     if args.pos == was.pos:  # what was given to it stays
         pos_args, scaling = was.pos_args | pos_args, scaling or was.rope_scaling
     else:
@@ -259,16 +251,16 @@ def start_log(out, step, data):
     """Drop log lines after the checkpoint's step; copy the tokenizer beside the run."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step]
-    write_atomically(out / "log.jsonl", lambda f: f.write("".join(lines).encode()))
+    common.write_atomically(out / "log.jsonl", lambda f: f.write("".join(lines).encode()))
     if (data.folder / "tokenizer.tiktoken").exists():
         shutil.copy(data.folder / "tokenizer.tiktoken", out)  # to be evaluated without its data
 
 
 def micro_batches(args):
     """How many micro-batches of a step this process computes, one after the other."""
-    n_micro = -(-args.grad_accum // world_size())  # rounded up
-    if args.batch_size % (n_micro * world_size()):
-        parts = f"{n_micro} micro-batches on {world_size()} processes"
+    n_micro = -(-args.grad_accum // common.world_size())  # rounded up
+    if args.batch_size % (n_micro * common.world_size()):
+        parts = f"{n_micro} micro-batches on {common.world_size()} processes"
         raise ValueError(f"--batch_size {args.batch_size} cannot be divided into {parts}")
     return n_micro
 
@@ -282,9 +274,9 @@ def accumulate_gradients(model, batch, n_micro):
     loss = torch.zeros((), device=batch.device)
     for i, micro_batch in enumerate(batch.chunk(n_micro), start=1):
         # processes add up their gradients in the last one
-        skip_sync = i < n_micro and world_size() > 1
+        skip_sync = i < n_micro and common.world_size() > 1
         with model.no_sync() if skip_sync else nullcontext():
-            with autocast(batch.device):
+            with common.autocast(batch.device):
                 micro_loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / n_micro
             micro_loss.backward()
         loss += micro_loss.detach()
@@ -299,7 +291,7 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
     if args.compile:
         model.compile_parts()
     raw_model = model
-    if world_size() > 1:  # broadcast_buffers: all have drawn the same
+    if common.world_size() > 1:  # broadcast_buffers: all have drawn the same
         device_ids = [device] if device.type != "cpu" else None
         model = DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False)
 
@@ -307,12 +299,11 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
         if not all(p.isfinite().all() for p in raw_model.parameters()):
             what = f"the weights of step {step:,} are no longer finite and are not saved"
             raise ValueError(f"{what}; try a smaller --lr")
-        if rank() == 0:
+        if common.rank() == 0:
             state = dict(optimizer=optimizer.state_dict(), step=step)
             save_checkpoint(out, raw_model, metadata, **state)
 
-    batch_iter = batches.from_step(step, device)  # reads ahead while the device computes
-    settings = dict(desc=args.pos, unit="tok", unit_scale=True, disable=rank() > 0)
+    settings = dict(desc=args.pos, unit="tok", unit_scale=True, disable=common.rank() > 0)
     bar = tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **settings)
     val_loss, last_time, last_step, stop = None, time.time(), step, False
     stop_at = min(n_steps, args.stop_at or n_steps)
@@ -324,11 +315,12 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
                 group["lr"] = lr
 
             # forward and backward
-            loss = accumulate_gradients(model, next(batch_iter), n_micro)
+            batch = batches.batch(step).to(device)
+            loss = accumulate_gradients(model, batch, n_micro)
 
             # what all processes must agree on: the mean loss, and whether one was told to stop
             told = loss.new_tensor(stop_signal.signum)
-            agreed = all_reduce_sum(torch.stack((loss / world_size(), told)))
+            agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
             loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
             if not math.isfinite(loss):
                 kept = f"a checkpoint in {out}, if there is one, is from before"
@@ -350,7 +342,7 @@ def train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata):
                 if validate:
                     val_loss = float(window_loss(raw_model, val_tokens, args.train_len).mean())
                     line["val_loss"] = val_loss
-                if rank() == 0:
+                if common.rank() == 0:
                     with open(out / "log.jsonl", "a") as f:
                         f.write(json.dumps(line) + "\n")
                 shown = f"{val_loss:.3f}" if val_loss else "-"
@@ -369,7 +361,7 @@ def main(argv=None):
     if args.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-    out, device = Path(args.out), init_distributed(args.device)
+    out, device = Path(args.out), common.init_distributed(args.device)
     micro_batches(args)
     data, batches, val_tokens = load_data(args)
     n_steps = plan_steps(args)
@@ -401,8 +393,8 @@ def main(argv=None):
     n_params, n_input = model.num_params(), model.embed.weight.numel()
     print(f"{args.pos}: {n_params:,} parameters in blocks + head, {n_input:,} in the input table")
     sizes = f"{args.batch_size * args.train_len:,} tokens from {batches.n_windows:,} windows"
-    print(f"{n_steps:,} steps of {sizes}; on {world_size()} x {device.type}")
-    if rank() == 0:
+    print(f"{n_steps:,} steps of {sizes}; on {common.world_size()} x {device.type}")
+    if common.rank() == 0:
         start_log(out, step, data)
     step, stop_signal = train(args, model, optimizer, step, n_steps, batches, val_tokens, metadata)
     if step == n_steps:
@@ -415,4 +407,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()

@@ -1,7 +1,6 @@
 """Text to shards and back, and everything that can be wrong with either."""
 
 import gzip
-import itertools
 import json
 import shutil
 import time
@@ -13,6 +12,7 @@ from conftest import ROOT, need_gpt2, refuses, write_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import common
 import data
 import documents
 import prepare_data
@@ -131,7 +131,7 @@ def test_a_run_that_was_cut_off_continues_to_the_same_bytes(tmp_path, when, monk
     with monkeypatch.context() as m:
         m.setattr(prepare_data, "write_shard", cut_off)
         if when == "at the end":
-            m.setattr(prepare_data, "write_json", stop_at_meta)
+            m.setattr(common, "write_json", stop_at_meta)
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cut", *argv)
     assert not (tmp_path / "cut" / "meta.json").exists()
@@ -149,7 +149,7 @@ def test_a_run_that_was_cut_off_continues_to_the_same_bytes(tmp_path, when, monk
     assert len(written) + len(calls) == n_shards, "finished shards must not be written again"
 
 
-def stop_at_meta(path, content, write=prepare_data.write_json):
+def stop_at_meta(path, content, write=common.write_json):
     if path.name == "meta.json":
         raise KeyboardInterrupt
     write(path, content)
@@ -263,19 +263,11 @@ def test_processes_share_the_sequences_of_a_step(data_folder, monkeypatch):
     batches, shares = Batches(TokenData(data_folder, "train"), 32, 6, seed=0), []
     whole = batches.batch(5)
     assert whole.shape == (6, 33) and np.array_equal(whole[2], batches.sequence(5 * 6 + 2))
-    monkeypatch.setattr(data, "world_size", lambda: 3)
+    monkeypatch.setattr(common, "world_size", lambda: 3)
     for number in range(3):
-        monkeypatch.setattr(data, "rank", lambda n=number: n)
+        monkeypatch.setattr(common, "rank", lambda n=number: n)
         shares.append(batches.batch(5))
     assert torch.equal(torch.cat(shares), whole)
-
-
-def test_batches_come_in_the_order_of_the_steps(data_folder):
-    batches = Batches(TokenData(data_folder, "train"), 32, 4, seed=0)
-    upcoming = itertools.islice(batches.from_step(7, torch.device("cpu")), 3)
-    for step, batch in enumerate(upcoming, start=7):
-        assert torch.equal(batch, batches.batch(step))
-    assert step == 9
 
 
 # --- tokenizers
@@ -556,10 +548,10 @@ def names_read(monkeypatch):
 
 def test_content_is_read_once_and_by_the_first_process_alone(unchecked, names_read, monkeypatch):
     verified = unchecked / "verified.json"
-    monkeypatch.setattr(data, "rank", lambda: 1)
+    monkeypatch.setattr(common, "rank", lambda: 1)
     TokenData(unchecked, "train")
     assert names_read == [] and not verified.exists()
-    monkeypatch.setattr(data, "rank", lambda: 0)
+    monkeypatch.setattr(common, "rank", lambda: 0)
     for split in ("train", "val", "train", "val"):
         TokenData(unchecked, split)
     assert names_read == ["train_000000.bin", "val_000000.bin"]
@@ -574,7 +566,7 @@ def test_a_folder_that_cannot_be_written_is_checked_each_time(unchecked, names_r
     def cannot_write(path, content):
         raise PermissionError("Read-only file system")
 
-    monkeypatch.setattr(data, "write_json", cannot_write)
+    monkeypatch.setattr(common, "write_json", cannot_write)
     for _ in range(2):
         assert len(TokenData(unchecked, "train")) > 0
     assert names_read == ["train_000000.bin"] * 2

@@ -46,14 +46,14 @@ def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
         for pos, values in VALUES.items()
         for seed, value in enumerate(values)
     ]
-    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--more"])
+    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--depth"])
     table = capsys.readouterr().out
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
     rows = [row for row in rows if row]
     assert [r[0] for r in rows[2:6]] == ["NoPE", "RoPE", "FoPE", "mine"]
     assert rows[4] == ["FoPE", "2", "24.00 ± 5.66", "24.00 ± 5.66"]  # of 20 and 28, std with n - 1
     assert ["FoPE", "2", "60 ± 14", "60 ± 14"] in rows
-    for name in ("fig", "fig_depth", "fig_training"):
+    for name in ("fig", "fig_depth"):
         image = matplotlib.image.imread(tmp_path / f"{name}.png")
         assert image.shape[0] > 300 and image[..., :3].std() > 0.05
 

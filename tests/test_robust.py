@@ -338,7 +338,7 @@ def test_what_one_process_refuses_two_refuse(data_folder, tmp_path):
 WROTE = "wrote verified.json"
 NOTE_WHAT_IS_CHECKED = """
 import os
-import data, train
+import common, data, train
 from common import one_sentence_errors
 
 def noted(what, f):
@@ -349,7 +349,7 @@ def noted(what, f):
     return noting
 
 data.read_content = noted("read", data.read_content)
-data.write_json = noted("wrote", data.write_json)
+common.write_json = noted("wrote", common.write_json)
 one_sentence_errors(train.main)()
 """
 
