@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
 
-# -----------------------------------------------------------------------------
-# learned biases
+# --- learned biases
 
 QUERIES_PER_BLOCK = 128
 
@@ -29,10 +28,7 @@ class LearnedBias(PositionEmbedding):
     """The base of embeddings that add a learned bias to the logits."""
 
     def bias(self, i, j):
-        """
-        What to add for queries at i (N,) and keys at j (T,): (n_head, N, T). What it is for j > i
-        is ignored.
-        """
+        """The bias of queries at i (N,) and keys at j (T,): (n_head, N, T); ignored for j > i."""
         raise NotImplementedError
 
     def attend(self, q, k, v):
@@ -113,8 +109,7 @@ class FIRE(LearnedBias):
         return self.mlp(x[..., None]).permute(2, 0, 1)
 
 
-# -----------------------------------------------------------------------------
-# other frequencies
+# --- other frequencies
 
 
 class RoPEA(RoPE):

@@ -15,10 +15,7 @@ from model import GPT, GPTConfig
 
 
 def save_checkpoint(folder, model, metadata=None, **state):
-    """
-    Write the model, its config, metadata (json: the data, tokenizer and flags that it came from)
-    and any further state.
-    """
+    """Write the model, metadata (json: its data, tokenizer, flags) and any further state."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model": asdict(model.config), **(metadata or {})}

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# -----------------------------------------------------------------------------
-# command lines: bad input ends in one sentence and exit code 1
+# --- command lines: bad input ends in one sentence and exit code 1
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -133,15 +132,11 @@ def one_sentence_errors(main):
     return wrapped
 
 
-# -----------------------------------------------------------------------------
-# files
+# --- files
 
 
 def write_atomically(path, write):
-    """
-    Call write(file), then rename: a run killed half-way, or a full disk, leaves the old file or
-    the new one, never a half.
-    """
+    """Call write(file), then rename: a kill or a full disk leaves the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -186,8 +181,7 @@ def file_sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-# -----------------------------------------------------------------------------
-# devices, and the processes that torchrun starts
+# --- devices, and the processes that torchrun starts
 
 
 def autocast(device):
@@ -245,8 +239,7 @@ def all_reduce_sum(tensor):
     return tensor
 
 
-# -----------------------------------------------------------------------------
-# where a result comes from
+# --- where a result comes from
 
 
 def git_commit():

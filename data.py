@@ -23,8 +23,7 @@ import common
 
 EOT = "<|endoftext|>"
 
-# -----------------------------------------------------------------------------
-# tokenizers: "gpt2", "byte", or "bpe:N", trained on the text itself
+# --- tokenizers: "gpt2", "byte", or "bpe:N", trained on the text itself
 
 # GPT-2's pattern, but with digits one by one, so that a number has as many tokens as digits
 BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -98,8 +97,7 @@ def load_gpt2():
     )
 
 
-# -----------------------------------------------------------------------------
-# shards
+# --- shards
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 
@@ -256,8 +254,7 @@ def read_meta(folder):
     return meta
 
 
-# -----------------------------------------------------------------------------
-# batches
+# --- batches
 
 
 class Batches:

@@ -93,10 +93,8 @@ def main(argv=None):
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, "tokens": n_scored // length * length}
 
-    curve = [
-        [line["tokens"], round(line["loss"], 4), line.get("val_loss")]
-        for line in read_log(args.checkpoint)
-    ]
+    log = read_log(args.checkpoint)
+    curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in log]
     extra = {"data": str(data.folder), "step": state["step"], "curve": curve}
     extra["loss_by_position"] = by_position
     evaluate_lengths(args, "perplexity", evaluate, model, metadata, **extra)

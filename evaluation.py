@@ -25,8 +25,7 @@ class DoesNotFit(ValueError):
     """This length cannot be evaluated, and the message says why; others can."""
 
 
-# -----------------------------------------------------------------------------
-# flags
+# --- flags
 
 
 def evaluation_parser(doc):
@@ -65,8 +64,7 @@ def load_for_evaluation(args):
     return model.to(device), metadata, state
 
 
-# -----------------------------------------------------------------------------
-# the loop over lengths
+# --- the loop over lengths
 
 
 def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):

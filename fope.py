@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# -----------------------------------------------------------------------------
-# the rotation, as pure functions
+# --- the rotation, as pure functions
 
 
 def rope_freqs(head_dim, theta=10000.0):
@@ -54,8 +53,7 @@ def apply_rotation(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
-# -----------------------------------------------------------------------------
-# NoPE and ALiBi
+# --- NoPE and ALiBi
 
 
 class PositionEmbedding(nn.Module):
@@ -126,8 +124,7 @@ class ALiBi(PositionEmbedding):
         return super().scores(q, k) - self.slopes.view(-1, 1, 1) * (t[:, None] - t[None, :])
 
 
-# -----------------------------------------------------------------------------
-# RoPE
+# --- RoPE
 
 
 class RoPE(PositionEmbedding):
@@ -171,8 +168,7 @@ class RoPE(PositionEmbedding):
         return apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
 
 
-# -----------------------------------------------------------------------------
-# FoPE
+# --- FoPE
 
 
 def above_floor(freqs, train_len):

@@ -20,8 +20,7 @@ from torch import nn
 from baselines import rope_scaling
 from fope import POSITION_EMBEDDINGS, RoPE
 
-# -----------------------------------------------------------------------------
-# sizes
+# --- sizes
 
 # name: (n_layer, n_head, n_embd). The paper's sizes (Table 3) count blocks + output head; the
 # input table comes on top.
@@ -85,8 +84,7 @@ def make_pos(config):
         raise ValueError(f"position embedding {config.pos!r} does not take {what}: {why}") from e
 
 
-# -----------------------------------------------------------------------------
-# the network
+# --- the network
 
 
 class RMSNorm(nn.Module):
@@ -221,8 +219,7 @@ class GPT(nn.Module):
             yield next_token
 
 
-# -----------------------------------------------------------------------------
-# the loss, in slices: at T = 8192 and 50k tokens the logits of one sequence are 1.6 GB
+# --- the loss, in slices: at T = 8192 and 50k tokens the logits of one sequence are 1.6 GB
 
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 

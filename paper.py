@@ -31,8 +31,7 @@ from jobs import ROOT, Job, n_cores, run_jobs
 from model import GPT, GPTConfig
 from train import RECIPES, SIZE_OF, accumulate_gradients
 
-# -----------------------------------------------------------------------------
-# the figures and tables
+# --- the figures and tables
 
 
 @dataclass
@@ -172,8 +171,7 @@ BIG_DATA = {
     "books": "--source gutenberg --shards 0-2 --tokenizer gpt2",
 }
 
-# -----------------------------------------------------------------------------
-# from a figure to jobs
+# --- from a figure to jobs
 
 
 def is_tiny(args):
@@ -267,8 +265,7 @@ def jobs_of(figure, args):
     return [make_job(figure, *line, args) for line in lines]
 
 
-# -----------------------------------------------------------------------------
-# the command
+# --- the command
 
 
 def prepare_data(figure, args):

@@ -40,8 +40,7 @@ MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499"
 
 MEASURES = {"perplexity": ("loss", "perplexity"), "passkey": ("accuracy", "token_accuracy")}
 
-# -----------------------------------------------------------------------------
-# reading
+# --- reading
 
 
 def load_results(paths):
@@ -67,14 +66,13 @@ def load_results(paths):
             raise ValueError(f"these {kind} results have no length in common")
     if len({unit_of([r]) for r in every["perplexity"]}) > 1:
         raise ValueError("losses per byte and losses per token cannot be compared")
-    order = list(STYLES)
-
-    def rank(item):
-        label, results = item
-        pos = results[0]["pos"]
-        return order.index(pos) if pos in order else len(order), label
-
-    return {kind: dict(sorted(labels.items(), key=rank)) for kind, labels in by_kind.items()}
+    order = [*STYLES, *(r["pos"] for results in every.values() for r in results)]
+    return {
+        kind: dict(
+            sorted(labels.items(), key=lambda item: (order.index(item[1][0]["pos"]), item[0]))
+        )
+        for kind, labels in by_kind.items()
+    }
 
 
 def check_result(result, path):
@@ -130,8 +128,7 @@ def seed_stats(results, name):
     return lengths, values.mean(axis=0), std, len(values)
 
 
-# -----------------------------------------------------------------------------
-# figures
+# --- figures
 
 
 def styles(labels):
@@ -263,8 +260,7 @@ def draw(results, out, measure="perplexity", depth=False):
     return [f"{name}.png" for name in figures]
 
 
-# -----------------------------------------------------------------------------
-# tables
+# --- tables
 
 ROWS = {  # title, name in the json, factor, digits
     "perplexity": [("perplexity per {unit}", "perplexity", 1, 2)],

@@ -30,8 +30,7 @@ from common import number, positive_int
 from data import BPE_PATTERN, check_tokenizer_name, load_tokenizer, write_shard
 from documents import HUB, expand, find_sources, labelled_documents
 
-# -----------------------------------------------------------------------------
-# the tokenizer bpe:N
+# --- the tokenizer bpe:N
 
 BPE_TRAINING_CHARS = 100_000_000
 
@@ -61,15 +60,11 @@ def train_bpe(texts, n_vocab, path):
     common.write_atomically(path, lambda f: f.writelines(lines))
 
 
-# -----------------------------------------------------------------------------
-# documents -> shards
+# --- documents -> shards
 
 
 def group_documents(documents, chars=2**18):
-    """
-    (split, texts) for runs of neighbours in one split, some hundred kilobytes each: the unit of
-    work, and of a resume.
-    """
+    """(split, texts) of neighbours in one split, some 100 kB: the unit of work, of a resume."""
     split, texts, size = None, [], 0
     for new_split, text in documents:
         if texts and (new_split != split or size > chars):
@@ -109,10 +104,7 @@ def encode_groups(groups, encoding, workers):
 
 
 class ShardWriter:
-    """
-    Collects the tokens of one split and writes a shard whenever enough have come; the progress
-    file remembers it.
-    """
+    """Collects the tokens of one split into shards; the progress file remembers them."""
 
     def __init__(self, out, split, progress, shard_tokens):
         self.out, self.split, self.progress = out, split, progress
@@ -151,10 +143,7 @@ class ShardWriter:
 
 
 def open_progress(out, settings):
-    """
-    What an earlier run with the same settings has finished, up to its first missing or damaged
-    shard; None when all is.
-    """
+    """What an equal run has finished, up to its first bad shard; None when all is done."""
     files = (out / name for name in ("meta.json", "progress.json"))
     path = next((path for path in files if path.exists()), None)
     if path is None:
@@ -186,8 +175,7 @@ def open_progress(out, settings):
     return progress
 
 
-# -----------------------------------------------------------------------------
-# the command
+# --- the command
 
 
 def parse_args(argv):

@@ -79,8 +79,7 @@ class StopSignal:
             signal.signal(s, handler)
 
 
-# -----------------------------------------------------------------------------
-# from flags to a run
+# --- from flags to a run
 
 
 def parse_args(argv):
@@ -265,8 +264,7 @@ def micro_batches(args):
     return n_micro
 
 
-# -----------------------------------------------------------------------------
-# training
+# --- training
 
 
 def accumulate_gradients(model, batch, n_micro):

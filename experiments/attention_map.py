@@ -14,7 +14,7 @@ beyond the training length (bottom), beside an even spread of attention.
 
 import numpy as np
 import torch
-from shared import BLACK, BLUE, ORANGE, RED, Parser, file_name, plt, save, tidy
+from shared import BLACK, BLUE, ORANGE, RED, Parser, outputs_of, plt, save, tidy
 
 from checkpoint import load_run
 from common import one_sentence_errors, positive_int
@@ -24,25 +24,18 @@ from eval_passkey import PasskeyTask  # the prompt is the evaluation's, so are i
 OFFSETS = (-3, -2, -1, 0, 1, 2)  # from the digit to produce
 
 
-@torch.no_grad()
 def answer_attention(model, tokens, n_answer):
     """
     Attention of the n_answer positions that produce the answer, over all before:
     (n_layer, n_head, n_answer, T).
     """
-    seen, handles = [], []
-    for block in model.blocks:
-        hooks = (lambda m, i, q: seen.append([q])), (lambda m, i, k: seen[-1].append(k))
-        handles.append(block.attn.q_norm.register_forward_hook(hooks[0]))
-        handles.append(block.attn.k_norm.register_forward_hook(hooks[1]))
-    model(tokens[None, :-1], positions=[-1])
-    for handle in handles:
-        handle.remove()
+    layers = [block.attn for block in model.blocks]
+    norms = [norm for attn in layers for norm in (attn.q_norm, attn.k_norm)]
+    q_and_k = outputs_of(norms, model, tokens[None, :-1], positions=[-1])
     maps = []
-    for block, (q, k) in zip(model.blocks, seen, strict=True):
-        scores = block.attn.pos.scores(q, k)[0]
-        T = scores.size(-1)
-        causal = torch.ones(T, T, dtype=torch.bool).tril()
+    for attn, q, k in zip(layers, q_and_k[::2], q_and_k[1::2], strict=True):
+        scores = attn.pos.scores(q, k)[0]
+        causal = torch.ones_like(scores, dtype=torch.bool).tril()
         maps.append(scores.masked_fill(~causal, -torch.inf)[:, -n_answer:].softmax(dim=-1))
     return torch.stack(maps)
 
@@ -63,11 +56,9 @@ def measure(model, task, length, trials, seed=0):
         tokens, n, _ = task.sample(length, rng)
         attention = answer_attention(model, torch.from_numpy(tokens), n)  # row r produces digit r
         rows = torch.arange(n)
-        around = []
-        for start in occurrences(tokens, tokens[-n:])[:2]:
-            at_offset = [attention[:, :, rows, start + rows + o].mean(dim=-1) for o in OFFSETS]
-            around.append(torch.stack(at_offset, dim=-1))
-        total = total + torch.stack(around, dim=2) / trials
+        starts = torch.tensor(occurrences(tokens, tokens[-n:])[:2])
+        columns = starts[:, None, None] + torch.tensor(OFFSETS)[:, None] + rows
+        total = total + attention[:, :, rows, columns].mean(dim=-1) / trials
     return total
 
 
@@ -75,15 +66,16 @@ def best_head(results, lengths):
     """The head that gives one of the tokens the most attention at the training length."""
     at_1x = results[lengths[0]]
     layer, head, statement, o = map(int, np.unravel_index(int(at_1x.argmax()), at_1x.shape))
-    known = {0: "on the digit itself", -1: "one token before the digit"}
-    where = known.get(OFFSETS[o], f"{OFFSETS[o]:+d} tokens from the digit")
     percent = [100 * results[n][layer, head, statement, o].item() for n in lengths]
     best = {"layer": layer, "head": head, "statement": statement, "offset": OFFSETS[o]}
-    return best | {"percent": percent}, f"{where}, {('first', 'second')[statement]} statement"
+    return best | {"percent": percent}
 
 
-def draw(pos, results, lengths, best, where):
+def draw(pos, results, lengths, best):
     layer, head, percent = best["layer"], best["head"], best["percent"]
+    known = {0: "on the digit itself", -1: "one token before the digit"}
+    where = known.get(best["offset"], f"{best['offset']:+d} tokens from the digit")
+    where += f", {('first', 'second')[best['statement']]} statement"
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(7.2, 6.8), layout="constrained")
     most = 100 * results[lengths[0]].amax(dim=(2, 3)).numpy()
     image = top.imshow(most, aspect="auto", cmap="cividis", vmin=0, vmax=100)
@@ -108,29 +100,23 @@ def draw(pos, results, lengths, best, where):
     title = f"At {lengths[1]} tokens that head has {percent[1]:.0f} % left, "
     title += f"at {lengths[-1]} it has {percent[-1]:.1f} %"
     tidy(bottom, "length (tokens)", "attention (%)", title)
-    bottom.legend(frameon=False, fontsize=9)
     return fig
 
 
 def main(argv=None):
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add("checkpoint", help="a run of train.py with --passkey_frac")
-    add("--trials", type=positive_int, default=20)
-    add("--name", type=file_name, default="attention_map", help="of figure and json")
+    parser.add_argument("checkpoint", help="a run of train.py with --passkey_frac")
+    parser.add_argument("--trials", type=positive_int, default=20)
     args = parser.parse_args(argv)
     model, metadata, _ = load_run(args.checkpoint)
     task = PasskeyTask(load_tokenizer(metadata["tokenizer"], args.checkpoint))
     lengths = [model.config.train_len * factor for factor in (1, 2, 4, 8, 16)]
     results = {length: measure(model, task, length, args.trials) for length in lengths}
-    best, where = best_head(results, lengths)
-    fig = draw(model.config.pos, results, lengths, best, where)
-    by_length = zip(lengths, best["percent"], strict=True)
-    shown = ", ".join(f"{n}: {percent:.1f} %" for n, percent in by_length)
-    print(f"layer {best['layer']}, head {best['head']}, {where}: {shown}")
+    best = best_head(results, lengths)
+    fig = draw(model.config.pos, results, lengths, best)
     rounded = {n: result.numpy().round(4).tolist() for n, result in results.items()}
     numbers = {
-        "checkpoint": str(args.checkpoint),
+        "checkpoint": args.checkpoint,
         "pos": model.config.pos,
         "trials": args.trials,
         "lengths": lengths,
@@ -138,7 +124,7 @@ def main(argv=None):
         "best": best,
         "attention_by_length_layer_head_statement_offset": rounded,
     }
-    save(fig, numbers, args.out, args.name)
+    save(fig, numbers, args.out, f"attention_map_{model.config.pos}")
 
 
 if __name__ == "__main__":

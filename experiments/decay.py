@@ -89,17 +89,15 @@ def main(argv=None):
         left.plot(n, numbers["exact"][mu], color=BLACK, lw=0.8, ls="--", label=label)
     title = "RoPE decays with distance only where q and k\nhave a mean; with mean 0 nothing is left"
     tidy(left, "distance (tokens)", "mean of q.k per dimension", title)
-    left.legend(frameon=False, fontsize=9)
 
     colours = (BLUE, ORANGE, PINK, RED, GREY)
     for (name, curve), colour in zip(numbers["constant"].items(), colours, strict=True):
         right.plot(n, curve, color=colour, label=name, lw=1.3)
-        mean = sum(curve[N // 2 : N]) / (N - N // 2)
-        print(f"{name:>22}: mean over distances {N // 2} .. {N - 1}: {mean:+.3f}")
     title = "The slow decay is made by the frequencies\nunder the floor, which FoPE holds constant"
-    tidy(right, "distance (tokens)", "score of constant q and k (1 at distance 0)", title)
+    legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="lower left", ncols=2)
+    ylabel = "score of constant q and k (1 at distance 0)"
+    tidy(right, "distance (tokens)", ylabel, title, **legend)
     right.set_ylim(-0.8, 1.1)
-    right.legend(framealpha=1, edgecolor="none", fontsize=9, loc="lower left", ncols=2)
     right.annotate(" training length", (N, 1.03), fontsize=9)
     for ax in (left, right):
         ax.axvline(N, color=BLACK, lw=0.8, ls=":")

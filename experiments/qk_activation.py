@@ -12,91 +12,64 @@ are brighter, and by what factor.
 """
 
 import math
+from pathlib import Path
 
 import torch
-from shared import RED, Parser, file_name, plt, save
+from shared import RED, Parser, outputs_of, plt, save
 
 from checkpoint import load_checkpoint
 from common import one_sentence_errors, positive_int
 from fope import rope_freqs
 
 
-def mean_activation(model, layers, heads, head_dim, tokens):
+def mean_activation(model, layers, head_dim, shape):
     """
-    |q| and |k| averaged over tokens and heads: two (n_layer, head_dim). `layers` are pairs of
-    modules whose outputs are q and k, (B, n_head, T, head_dim) or (B, T, n_head * head_dim);
-    `heads` is the number of heads of each.
+    |q| and |k| averaged over random tokens of that shape, (B, T), and heads: two (n_layer,
+    head_dim). `layers` are pairs of modules whose outputs are q and k, (B, n_head, T, head_dim) or
+    (B, T, n_head * head_dim).
     """
-    seen = {}
-
-    def keep(name, n_head):
-        def hook(module, inputs, output):
-            x = output.detach().float().abs()
-            x = x if x.dim() == 4 else x.unflatten(-1, (n_head, head_dim))
-            seen[name] = x.mean(dim=(0, 1, 2))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(keep((i, j), heads[j]))
-        for i, pair in enumerate(layers)
-        for j, module in enumerate(pair)
-    ]
-    with torch.no_grad():
-        model.eval()(tokens)
-    for handle in handles:
-        handle.remove()
-    return tuple(torch.stack([seen[i, j] for i in range(len(layers))]) for j in range(2))
-
-
-def random_tokens(vocab_size, shape):
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
+    modules = [module for pair in layers for module in pair]
+    outputs = outputs_of(modules, model.eval(), tokens)
+    heads = (x.float().abs().unflatten(-1, (-1, head_dim)) for x in outputs)
+    means = torch.stack([x.mean(dim=tuple(range(x.dim() - 1))) for x in heads])
+    return means[::2], means[1::2]
 
 
 def read_ours(folder, n_tokens):
-    """((q, k), train_len, theta, pos) of a run of train.py."""
+    """((q, k), train_len, theta, name) of a run of train.py."""
     model, _, _ = load_checkpoint(folder)
     c = model.config
     layers = [(b.attn.q_norm, b.attn.k_norm) for b in model.blocks]
     shape = (math.ceil(n_tokens / c.train_len), c.train_len)
-    tokens, heads = random_tokens(c.vocab_size, shape), (c.n_head, c.n_head)
-    q_and_k = mean_activation(model, layers, heads, c.head_dim, tokens)
-    return q_and_k, c.train_len, c.theta, c.pos
+    return mean_activation(model, layers, c.head_dim, shape), c.train_len, c.theta, c.pos
 
 
-def read_llama(model, n_tokens, train_len):
+def read_llama(model, n_tokens):
     """The same for a Llama of the transformers library."""
     c = model.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
     layers = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in model.model.layers]
-    tokens = random_tokens(c.vocab_size, (1, n_tokens))
-    heads = (c.num_attention_heads, c.num_key_value_heads)
-    q_and_k = mean_activation(model, layers, heads, head_dim, tokens)
-    return q_and_k, train_len or c.max_position_embeddings, theta, "rope"
+    q_and_k = mean_activation(model, layers, head_dim, (1, n_tokens))
+    return q_and_k, c.max_position_embeddings, theta, "llama"
 
 
-def read(args):
-    """The same for whatever the command line names."""
-    try:
-        ours = read_ours(args.checkpoint, args.tokens)
-    except FileNotFoundError:
-        pass
-    else:
-        if args.train_len:
-            raise ValueError("--train_len is for Llama models; a run of train.py knows its own")
-        return ours
+def read(checkpoint, n_tokens):
+    """The same for either."""
+    if (Path(checkpoint) / "checkpoint.pt").exists():
+        return read_ours(checkpoint, n_tokens)
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         what = "is no run of train.py, and for other models transformers is not installed"
-        raise ValueError(f"{args.checkpoint} {what}") from None
+        raise ValueError(f"{checkpoint} {what}") from None
     try:
-        llama = AutoModelForCausalLM.from_pretrained(args.checkpoint)
-        return read_llama(llama, args.tokens, args.train_len)
+        return read_llama(AutoModelForCausalLM.from_pretrained(checkpoint), n_tokens)
     except (OSError, ValueError, AttributeError) as e:
         why = str(e).splitlines()[0]
-        raise ValueError(f"{args.checkpoint} is no Llama model that can be loaded: {why}") from None
+        raise ValueError(f"{checkpoint} is no Llama model that can be loaded: {why}") from None
 
 
 def under_the_floor(head_dim, theta, train_len):
@@ -109,16 +82,12 @@ def main(argv=None):
     add = parser.add_argument
     add("checkpoint", help="a run of train.py, or what transformers' from_pretrained takes")
     add("--tokens", type=positive_int, default=1000)
-    add("--train_len", type=positive_int, help="of a Llama, if not its max_position_embeddings")
-    add("--name", type=file_name, default="qk_activation", help="of figure and json")
+    add("--train_len", type=positive_int, help="if not what the model's config says")
     args = parser.parse_args(argv)
-    (q, k), train_len, theta, pos = read(args)
-
+    (q, k), train_len, theta, pos = read(args.checkpoint, args.tokens)
+    train_len = args.train_len or train_len
     head_dim = q.size(1)
     slow = under_the_floor(head_dim, theta, train_len)
-    if not 0 < slow.sum() < head_dim:
-        what = "the frequencies are not on both sides of the floor"
-        raise ValueError(f"at a training length of {train_len} {what}")
     ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
     for ax, x, name in zip(axes, (q, k), "qk", strict=True):
@@ -130,13 +99,10 @@ def main(argv=None):
         ax.set_yticks(range(len(x)))
         fig.colorbar(image, ax=ax, label=f"mean |{name}|")
     axes[1].set_xlabel("dimension of a head; boxes: under the floor")
-    ratio_q, ratio_k = (f"{ratio:.2f}" for ratio in ratios)
-    title = f"{pos}: dimensions under the floor have {ratio_q} (q) and {ratio_k} (k) times\n"
-    axes[0].set_title(f"{title}the mean activation of the others", fontsize=10)
-    what = "mean |q| and |k| under the floor, as a multiple of that above it"
-    print(f"{what}: {ratio_q}, {ratio_k}")
+    title = f"{pos}: dimensions under the floor have {ratios[0]:.2f} (q) and {ratios[1]:.2f} (k) "
+    axes[0].set_title(f"{title}times\nthe mean activation of the others", fontsize=10)
     numbers = {
-        "checkpoint": str(args.checkpoint),
+        "checkpoint": args.checkpoint,
         "pos": pos,
         "train_len": train_len,
         "theta": theta,
@@ -147,7 +113,7 @@ def main(argv=None):
         "q": q.tolist(),
         "k": k.tolist(),
     }
-    save(fig, numbers, args.out, args.name)
+    save(fig, numbers, args.out, f"qk_activation_{pos}")
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def measure(seeds=3, T=512):
                 values.append(not_relative(scores_of_one_content(pos, T, seed)))
             shares[variant].append(sum(values) / seeds)
     rope = not_relative(scores_of_one_content(RoPE(**SHAPE), T))
-    numbers = {"sigma": SIGMAS, "seeds": seeds, "positions": T, "not_relative": shares}
-    numbers |= {"rope": rope, **SHAPE}
+    numbers = {"sigma": SIGMAS, "seeds": seeds, "positions": T, **SHAPE}
+    numbers |= {"not_relative": shares, "rope": rope}
     for cls, keywords in ((RoPE, {}), (FoPE, {"variant": "paper"})):
         torch.manual_seed(0)
         scores = scores_of_one_content(cls(**SHAPE, **keywords), T)[0].diagonal(-APART)
@@ -75,16 +75,12 @@ def main(argv=None):
     percent = {v: [100 * s for s in shares] for v, shares in numbers["not_relative"].items()}
     for variant, colour, std in (("released", ORANGE, "sigma/14"), ("paper", RED, "sigma")):
         label = f"FoPE, {variant} (noise std {std})"
-        left.plot(SIGMAS, percent[variant], color=colour, marker="o", label=label)
-        shown = ", ".join(f"{p:.1f}" for p in percent[variant])
-        print(f"FoPE, {variant}: not explained by i - j, % of the std: {shown}")
+        left.plot(SIGMAS, percent[variant], "o-", color=colour, label=label)
     left.axhline(100 * numbers["rope"], color=BLUE, label="RoPE")
-    print(f"RoPE: {100 * numbers['rope']:.4f} %")
     paper, released = (percent[v][SIGMAS.index(0.3)] for v in ("paper", "released"))
-    title = f"{paper:.0f} % (equations), {released:.0f} % (released code)"
-    title = f"What i - j leaves unexplained at sigma 0.3:\n{title}"
+    title = "What i - j leaves unexplained at sigma 0.3:\n"
+    title += f"{paper:.0f} % (equations), {released:.0f} % (released code)"
     tidy(left, "sigma", "not a function of i - j (% of std)", title)
-    left.legend(frameon=False, fontsize=9)
 
     labels = {"RoPE": (BLUE, "RoPE"), "FoPE": (RED, "FoPE, equations, sigma 0.3")}
     for name, (colour, label) in labels.items():
@@ -92,7 +88,6 @@ def main(argv=None):
         right.plot(range(APART, APART + len(scores)), scores, color=colour, lw=1, label=label)
     title = f"Same query, same key, always {APART} tokens apart"
     tidy(right, "position i of the query", f"S(i, i - {APART})", title)
-    right.legend(frameon=False, fontsize=9)
     save(fig, numbers, args.out, "relative")
 
 

@@ -3,8 +3,6 @@ What the experiments share: the way to the project's modules, flags, colours, an
 its numbers are saved.
 """
 
-import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -32,18 +30,23 @@ class Parser(ArgumentParser):
 
     def parse_args(self, *args):
         args = super().parse_args(*args)
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
-        except OSError as e:
-            raise ValueError(f"--out {args.out} cannot be made a folder: {e.strerror}") from None
+        args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
         return args
 
 
-def file_name(text):
-    """A type for argparse: the name of a figure and its json, without the ending."""
-    if not re.fullmatch(r"\w[\w.-]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no file name without an ending")
-    return text
+@torch.no_grad()
+def outputs_of(modules, model, *args, **kwargs):
+    """What each of the modules inside the model returns while the model is called."""
+    seen = {}
+
+    def keep(module, inputs, output):
+        seen[module] = output
+
+    handles = [module.register_forward_hook(keep) for module in modules]
+    model(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    return [seen[module] for module in modules]
 
 
 def save(fig, numbers, out, name):
@@ -54,8 +57,8 @@ def save(fig, numbers, out, name):
     print(f"figure: {out / name}.png")
 
 
-def tidy(ax, xlabel, ylabel, title):
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+def tidy(ax, xlabel, ylabel, title, **legend):
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, fontsize=10)
     ax.grid(alpha=0.25)
+    ax.legend(**{"frameon": False, "fontsize": 9, **legend})

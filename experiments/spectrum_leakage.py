@@ -7,12 +7,14 @@ Spectrum damage: what linear layers, activation functions and a finite text do t
 1. One pure tone per dimension goes through a linear layer: each output dimension holds every tone,
    with the amplitude that the weight matrix says (leakage, Eq. 7 of the paper's last version).
 2. Two tones go through ReLU, GELU and SiLU: what comes out has the frequencies j w1 + k w2 and no
-   other (Lemma 3.1). The lemma as printed sums over j, k >= 0. Look at: how much of the new energy
-   lies where one of them must be negative.
+   other (Lemma 3.1). The lemma as printed sums over j, k >= 0, which leaves out the differences,
+   such as w2 - w1. Look at: how much of the new energy lies there (printed_share in the json).
 3. A tone is cut off at the training length N. The last version's Eq. 10 (Eq. 6 in the first) splits
    it into the floor(N/N_m) whole cycles of length N_m, an impulse at w_m, and a rest, whose
-   spectrum is spread out. Look at: the rest's share of the N tokens for every RoPE frequency, and
-   how much of a real tone's measured energy is not at its own frequency.
+   spectrum is spread out. But N samples of any tone have no impulse, they have the same smeared
+   line; under the floor those of w and -w, and the mean, can no longer be told apart. Look at: the
+   rest's share of the N tokens for every RoPE frequency, and how much of a real tone's measured
+   energy is not at its own frequency.
 """
 
 import math
@@ -26,19 +28,11 @@ from common import one_sentence_errors
 from fope import rope_freqs
 
 ACTIVATIONS = {"ReLU": (F.relu, RED), "GELU": (F.gelu, BLUE), "SiLU": (F.silu, GREEN)}
-DIFFERS_FROM_THE_PAPER = (
-    "Lemma 3.1 needs negative j or k: its sum over j, k >= 0 leaves out the differences, such as "
-    "w2 - w1. Eq. 10 gives a cut-off tone an impulse; the spectrum of N samples has none, it is "
-    "the same smeared line for every frequency. What goes wrong under the floor is that the lines "
-    "of w and -w, and the mean, can no longer be told apart."
-)
+TONES, SAMPLES = (1489, 2203), 2**15  # the bins of panel 2's two tones
 
 
 def amplitude(x):
-    """
-    Amplitude of each frequency 2 pi b / n, b = 0 .. n/2, in real signals x (..., n):
-    (..., n/2 + 1).
-    """
+    """Of each frequency 2 pi b / n, b = 0 .. n/2, in real signals x (..., n): (..., n/2 + 1)."""
     X = np.abs(np.fft.rfft(np.asarray(x, dtype=np.float64), axis=-1)) / np.shape(x)[-1]
     X[..., 1:-1] *= 2
     return X
@@ -56,42 +50,33 @@ def linear_layer(n=1024, dims=8, seed=0):
     return bins, amplitude(x), amplitude(W @ x), W
 
 
-def combinations(b1, b2, n, order):
-    """
-    {bin: smallest |j| + |k| that gives it}, and the same for j, k >= 0 alone, of j b1 + k b2 folded
-    into 0 .. n/2.
-    """
-    signed, unsigned = {}, {}
-    for total in range(order + 1):
-        for j in range(total + 1):
-            for sign in (1, -1):
-                b = (j * b1 + sign * (total - j) * b2) % n
-                b = min(b, n - b)
-                signed.setdefault(b, total)
-                if sign > 0:
-                    unsigned.setdefault(b, total)
-    return signed, unsigned
+def combinations(order, signs=(1, -1)):
+    """The bins of j w1 + k w2, |j| + |k| <= order, k of these signs, folded into 0 .. n/2."""
+    bins = set()
+    for j in range(order + 1):
+        for k in range(order + 1 - j):
+            for sign in signs:
+                b = (j * TONES[0] + sign * k * TONES[1]) % SAMPLES
+                bins.add(min(b, SAMPLES - b))
+    return sorted(bins)
 
 
-def activation(g, n=2**15, b1=1489, b2=2203, order=12):
+def activation(g, order=12):
     """
-    Lemma 3.1 for g: the energy that is not at the two tones or at 0, and its shares at the lemma's
-    frequencies.
+    Lemma 3.1 for g: the share of the energy that is not at the two tones or at 0, and how much of
+    that is at the lemma's frequencies, as it should be and as it is printed.
     """
-    t = np.arange(n)
-    x = np.cos(2 * np.pi * b1 * t / n) + np.cos(2 * np.pi * b2 * t / n)
-    y = g(torch.from_numpy(x)).numpy()
-    energy = amplitude(y) ** 2 / 2
+    x = sum(np.cos(2 * np.pi * b * np.arange(SAMPLES) / SAMPLES) for b in TONES)
+    y = amplitude(g(torch.from_numpy(x)).numpy())
+    energy = y**2 / 2
     energy[0] = 0.0
     new = energy.copy()
-    new[[b1, b2]] = 0.0
-    signed, unsigned = combinations(b1, b2, n, order)
+    new[list(TONES)] = 0.0
     return {
+        "amplitude": y,
         "new_share": new.sum() / energy.sum(),
-        "predicted_share": new[sorted(signed)].sum() / new.sum(),
-        "printed_share": new[sorted(unsigned)].sum() / new.sum(),
-        "amplitude": amplitude(y),
-        "predicted_bins": signed,
+        "predicted_share": new[combinations(order)].sum() / new.sum(),
+        "printed_share": new[combinations(order, signs=[1])].sum() / new.sum(),
     }
 
 
@@ -112,14 +97,12 @@ def misplaced_energy(freqs, N, oversampling=64):
     """
     shares = []
     for w in np.asarray(freqs, dtype=np.float64):
-        total = far = 0.0
-        for phase in np.arange(8) * np.pi / 8:
-            x = np.cos(w * np.arange(N) + phase)
-            energy = np.abs(np.fft.rfft(x - x.mean(), N * oversampling)) ** 2
-            grid = np.arange(len(energy)) * 2 * np.pi / (N * oversampling)
-            total += energy.sum()
-            far += energy[np.abs(grid - w) > 2 * np.pi / N].sum()
-        shares.append(far / total)
+        x = np.cos(w * np.arange(N) + np.arange(8)[:, None] * np.pi / 8)
+        x -= x.mean(axis=1, keepdims=True)
+        energy = (np.abs(np.fft.rfft(x, N * oversampling)) ** 2).sum(axis=0)
+        grid = np.arange(len(energy)) * 2 * np.pi / (N * oversampling)
+        far = np.abs(grid - w) > 2 * np.pi / N
+        shares.append(energy[far].sum() / energy.sum())
     return np.array(shares)
 
 
@@ -136,55 +119,48 @@ def panel_linear(ax):
     title = f"A linear layer leaves {100 * own.mean():.0f} % of a dimension's\n"
     title += "energy at its own frequency (mean of 8 dimensions)"
     tidy(ax, "frequency (bins of 1024)", "amplitude in one dimension", title)
-    ax.legend(frameon=False, fontsize=9)
     return {"bins": bins.tolist(), "own_share_by_dimension": own.round(5).tolist(), "seed": 0}
 
 
 def panel_activations(ax):
-    lemma = {"bins": [1489, 2203], "samples": 2**15, "order": 12}
+    lemma = {"bins": TONES, "samples": SAMPLES, "order": 12}
+    shown = np.array(combinations(order=5))
     for (name, (g, colour)), shift in zip(ACTIVATIONS.items(), (0, 90, 180), strict=True):
         result = activation(g)
-        shown = np.array([b for b, order in result["predicted_bins"].items() if order <= 5])
-        heights = np.maximum(result["amplitude"][shown], 1e-4)
+        heights = np.maximum(result.pop("amplitude")[shown], 1e-4)
         ax.vlines(shown + shift, 1e-4, heights, color=colour, lw=1.5, label=name)
-        shares = ("new_share", "predicted_share", "printed_share")
-        lemma[name] = {share: float(result[share]) for share in shares}
-        new, explained, printed = (100 * share for share in lemma[name].values())
-        print(f"{name}: {new:.1f} % of the energy is at new frequencies; of that, at j w1 + k w2")
-        print(f"    with |j| + |k| <= 12: {explained:.2f} %; with j, k >= 0 alone: {printed:.1f} %")
-    for b, name in zip(lemma["bins"], ("w1", "w2"), strict=True):
+        lemma[name] = result
+    for b, name in zip(TONES, ("w1", "w2"), strict=True):
         ax.annotate(name, (b, 0.75), ha="center", fontsize=9)
-    ax.set_yscale("log")
-    ax.set_ylim(1e-4, 1.2)
-    moved = {name: f"{100 * lemma[name]['new_share']:.0f} %" for name in ACTIVATIONS}
-    title = f"ReLU moves {moved['ReLU']} of two tones' energy to new frequencies,\n"
-    title += f"GELU {moved['GELU']}, SiLU {moved['SiLU']}"
+    ax.set(yscale="log", ylim=(1e-4, 1.2))
+    relu, gelu, silu = (100 * lemma[name]["new_share"] for name in ACTIVATIONS)
+    title = f"ReLU moves {relu:.0f} % of two tones' energy to new frequencies,\n"
+    title += f"GELU {gelu:.0f} %, SiLU {silu:.0f} %"
     tidy(ax, "frequency (bins of 32768; GELU, SiLU drawn 90, 180 right)", "amplitude", title)
-    ax.legend(frameon=False, fontsize=9)
     return lemma
 
 
 def panel_truncation(ax, N):
     freqs, floor = rope_freqs(64).double().numpy(), 2 * math.pi / N
     rest, misplaced = rest_of_eq_10(freqs, N), misplaced_energy(freqs, N)
-    label = "Eq. 10: tokens outside whole cycles"
-    ax.plot(freqs, 100 * rest, color=ORANGE, marker="o", ms=4, label=label)
-    label = "measured: energy away from its own frequency"
-    ax.plot(freqs, 100 * misplaced, color=BLUE, marker="s", ms=4, label=label)
+    outside, away = "tokens outside whole cycles", "energy away from its own frequency"
+    ax.plot(freqs, 100 * rest, "o-", color=ORANGE, ms=4, label=f"Eq. 10: {outside}")
+    ax.plot(freqs, 100 * misplaced, "s-", color=BLUE, ms=4, label=f"measured: {away}")
     ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
     ax.annotate(" floor 2 pi / N", (floor, 80), fontsize=9)
-    ax.set_xscale("log")
-    for name, share in (("rest of Eq. 10", rest), ("measured, misplaced", misplaced)):
-        above, under = (100 * share[which].mean() for which in (freqs >= floor, freqs < floor))
-        print(f"{name}: above the floor {above:.1f} %, under it {under:.1f} %")
+    ax.set(xscale="log", ylim=(-5, 140))
+    above, under = (100 * misplaced[which].mean() for which in (freqs >= floor, freqs < floor))
     title = f"Cut off at N = {N}: tones above the floor misplace {above:.0f} % of their\n"
     title += f"energy, those under it {under:.0f} %"
-    tidy(ax, "RoPE frequency (radians per token)", "share (%)", title)
-    ax.set_ylim(-5, 140)
-    ax.legend(framealpha=1, edgecolor="none", fontsize=9, loc="upper right")
-    numbers = {"N": N, "floor": floor, "freqs": freqs.tolist()}
-    shares = {"rest_of_eq_10": rest, "misplaced_energy": misplaced}
-    return numbers | {name: share.round(6).tolist() for name, share in shares.items()}
+    legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="upper right")
+    tidy(ax, "RoPE frequency (radians per token)", "share (%)", title, **legend)
+    return {
+        "N": N,
+        "floor": floor,
+        "freqs": freqs.tolist(),
+        "rest_of_eq_10": rest.round(6).tolist(),
+        "misplaced_energy": misplaced.round(6).tolist(),
+    }
 
 
 def panel_examples(ax, N):
@@ -197,9 +173,9 @@ def panel_examples(ax, N):
         ax.plot(grid / floor, spectrum, color=colour, label=label)
         ax.axvline(cycles, color=colour, lw=0.8, ls=":")
     title = "A tone with less than one cycle in the text\nlooks like a tone of another frequency"
+    legend = dict(loc="upper center", bbox_to_anchor=(0.43, 1))
     xlabel = "frequency (cycles in N); dotted: where the tone is"
-    tidy(ax, xlabel, "|X| / N, mean removed", title)
-    ax.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.43, 1))
+    tidy(ax, xlabel, "|X| / N, mean removed", title, **legend)
 
 
 def main(argv=None):
@@ -209,10 +185,8 @@ def main(argv=None):
         "linear": panel_linear(axes[0, 0]),
         "lemma_3_1": panel_activations(axes[0, 1]),
         "truncation": panel_truncation(axes[1, 0], N=512),
-        "differs_from_the_paper": DIFFERS_FROM_THE_PAPER,
     }
     panel_examples(axes[1, 1], N=512)
-    print(numbers["differs_from_the_paper"])
     save(fig, numbers, args.out, "spectrum_leakage")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import refuses
 
 import common
@@ -187,3 +188,20 @@ def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
     assert git_commit() == commit
     code.write_text("2")
     assert git_commit() == f"{commit}-dirty"
+
+
+def test_processes_on_gpus_reduce_tensors_of_the_cpu_too(monkeypatch):
+    """Sums of results are on the CPU: with the GPU's backend alone the first of them would fail."""
+    seen = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
+    made = lambda *_, device: SimpleNamespace(device=torch.device(device))  # noqa: E731
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(common.dist, "init_process_group", seen.append)
+    monkeypatch.setattr(common.atexit, "register", lambda call: None)
+    assert common.init_distributed("cuda") == torch.device("cuda:1")
+    assert seen == [1, "cpu:gloo,cuda:nccl"]
+    for device in ("cuda:0", "mps"):
+        refuses(lambda argv: common.init_distributed(argv[0]), [device], "--device")
