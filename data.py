@@ -91,10 +91,8 @@ def load_gpt2():
         vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
         encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     )
-    special = {EOT: 50256}
-    return tiktoken.Encoding(
-        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-    )
+    parts = dict(pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: 50256})
+    return tiktoken.Encoding("gpt2", **parts)
 
 
 # --- shards

@@ -12,30 +12,21 @@ import zlib
 from pathlib import Path
 
 SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
+C4 = "en/c4-train.{:05d}-of-01024.json.gz", "en/c4-validation.00000-of-00008.json.gz"
+# Dolma's books, which the paper trained on; later revisions hold only a list of addresses
+BOOKS = "data/gutenberg-books/books-{:04d}.json.gz"
+REVISION = "617eae1f42bd45e549db4c8f6ada1cfd7a641355"
 HUB = {  # repository, revision, training file i, validation file (none: split by hash)
-    "c4": (
-        "allenai/c4",
-        None,
-        "en/c4-train.{:05d}-of-01024.json.gz",
-        "en/c4-validation.00000-of-00008.json.gz",
-    ),
-    # Dolma's books, which the paper trained on; later revisions hold only a list of addresses
-    "gutenberg": (
-        "allenai/dolma",
-        "617eae1f42bd45e549db4c8f6ada1cfd7a641355",
-        "data/gutenberg-books/books-{:04d}.json.gz",
-        None,
-    ),
+    "c4": ("allenai/c4", None, *C4),
+    "gutenberg": ("allenai/dolma", REVISION, BOOKS, None),
 }
 
 GUTENBERG_START = re.compile(
-    r"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG(?:[^*]{0,300}\*\*\*|.*)"
-    r"|^\*END ?\*? ?THE SMALL PRINT.*",
-    re.I | re.M,
+    r"(?im)^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG(?:[^*]{0,300}\*\*\*|.*)"
+    r"|^\*END ?\*? ?THE SMALL PRINT.*"
 )
 GUTENBERG_END = re.compile(
-    r"^\s*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg).*",
-    re.I | re.M,
+    r"(?im)^\s*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg).*"
 )
 
 

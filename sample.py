@@ -20,12 +20,7 @@ def main(argv=None):
     add("checkpoint", help="the --out folder of a training run")
     add("--prompt", default="\n", help="the text to go on with")
     add("--max_new_tokens", type=positive_int, default=200)
-    add(
-        "--temperature",
-        type=number(float, 0, 100),
-        default=0.8,
-        help="0: the likeliest token",
-    )
+    add("--temperature", type=number(float, 0, 100), default=0.8, help="0: the likeliest token")
     add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
     add("--seed", type=seed_int, default=0, help="of the draws")
     common.add_device_flag(parser)

@@ -87,11 +87,7 @@ def parse_args(argv):
     add = parser.add_argument
     # data
     add("--data", required=True, help="folder that prepare_data.py wrote")
-    add(
-        "--passkey_frac",
-        type=number(float, 0, 1),
-        help="share of sequences that are passkeys",
-    )
+    add("--passkey_frac", type=number(float, 0, 1), help="share of sequences that are passkeys")
     # model
     add("--init_from", metavar="RUN", help="start from its weights, preset, --pos and --train_len")
     add("--preset", choices=RECIPES, help="size and recipe; tiny if there is no --init_from")
@@ -100,11 +96,7 @@ def parse_args(argv):
     add("--n_layer", type=positive_int, help="this and what follows: instead of the preset's")
     add("--n_head", type=positive_int)
     add("--n_embd", type=positive_int)
-    add(
-        "--theta",
-        type=number(float, 1, 1e12),
-        help="of RoPE's frequencies theta^(-2m/head_dim)",
-    )
+    add("--theta", type=number(float, 1, 1e12), help="of RoPE's frequencies theta^(-2m/head_dim)")
     add("--init_std", type=number(float, 1e-6, 1), help="of the weights at the start")
     add("--qk_norm", action="store_true", help="normalise q and k before they are rotated")
     add("--train_len", type=positive_int, help="tokens per sequence")

@@ -8,10 +8,11 @@ example is below.
 """
 
 import ast
-import io
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 # number: (title, {file: [function or Class.method, ...]},
 #          {test: (points, what it means when it fails)})
@@ -21,16 +22,14 @@ EXERCISES = {
         {"fope.py": ["rope_freqs", "rotation_tables", "apply_rotation"]},
         {
             "test_fope.py::test_rope_frequencies": (
-                3, "The frequencies are theta^(-2m/head_dim) for m = 0 .. head_dim/2 - 1, the "
-                "largest, 1, first."),
+                3, "Frequencies are theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1, 1 comes first."),
             "test_fope.py::test_rotation_is_complex_multiplication": (
                 4, "Dimension i must turn together with dimension i + head_dim/2 (not with its "
                 "neighbour), by t w_m in radians (not degrees), in the direction of e^{+i w t}."),
             "test_fope.py::test_rotation_is_computed_in_fp32_and_returned_in_the_dtype": (
                 1, "Compute in fp32 and give back the dtype of x: bf16 cannot hold large angles."),
             "test_fope.py::test_scores_depend_on_distance_only[rope]": (
-                2, "With one content at all positions, RoPE's score may depend on i - j alone; "
-                "yours depends on i and j."),
+                2, "With one content at all positions, RoPE's score may depend on i - j alone."),
         },
     ),
     2: (
@@ -41,14 +40,12 @@ EXERCISES = {
                 2, "Slopes are 2^(-8h/n_head), h = 1 .. n_head; where n_head is no power of two, "
                 "see the docstring."),
             "test_fope.py::test_alibi_bias_is_the_published_one": (
-                2, "scores() must be the plain scores minus m_h (i - j); the diagonal gets no "
-                "penalty."),
+                2, "scores() must be the plain scores minus m_h (i - j): no penalty at i = j."),
             "test_fope.py::test_fused_attention_is_softmax_of_the_scores[640-alibi]": (
                 3, "attend() must be the softmax of your scores(). Is key 0 penalised most, and "
                 "does no query see later keys?"),
             "test_fope.py::test_fused_attention_has_the_gradients_of_the_scores[alibi]": (
-                1, "attend() has other gradients than softmax of scores(): is a part of the graph "
-                "detached?"),
+                1, "attend() has other gradients than softmax of scores(): is a part detached?"),
             "test_fope.py::test_alibi_stays_linear_in_bf16_at_8192": (
                 2, "bf16 holds integers exactly only up to 256: one column with j in it is "
                 "rounded. Split j into two columns."),
@@ -73,22 +70,18 @@ EXERCISES = {
         {"fope.py": ["FoPE.identity", "FoPE.draw_noise", "FoPE.make_tables"]},
         {
             "test_fope.py::test_fope_is_a_fourier_series_per_dimension": (
-                3, "The tables must be the sums over the D frequencies that the class's docstring "
-                "gives, for each head."),
+                3, "The tables must be, for each head, the sums that the class's docstring gives."),
             "test_fope.py::test_zero_frequency_dimensions_ignore_position": (
-                2, "The pairs that do not turn get cos 1 and sin 1 (released) or sin 0 (paper) at "
-                "every position and length."),
+                2, "Pairs that do not turn: cos 1 and sin 1 (released) or 0 (paper), everywhere."),
             "test_fope.py::test_released_variant_caps_the_outputs_and_strides_the_identity": (
-                1, "Where there are more frequencies than series, weight 1 sits at every "
-                "ceil(kept / K)-th frequency."),
+                1, "With more frequencies than series, weight 1 is at every ceil(kept / K)-th."),
             "test_fope.py::test_noise_has_the_documented_size": (
                 1, "The noise is N(0, sigma^2) (paper) or xavier on the 3-D tensor, gain sigma "
                 "(released), anew at each call."),
             "test_fope.py::test_identity_coefficients_and_no_floor_are_rope": (
                 1, "Without noise and floor FoPE must be RoPE."),
             "test_fope.py::test_coefficients_are_frozen_and_saved": (
-                1, "The coefficients are not trained: the module has no parameters, they are "
-                "saved as buffers."),
+                1, "The coefficients are not trained: no parameters, but buffers, and saved."),
             "test_fope.py::test_floor_belongs_to_the_training_length": (
                 1, "Tables for a longer text must begin with the tables for a short one: nothing "
                 "in them may depend on T."),
@@ -102,11 +95,9 @@ EXERCISES = {
                 4, "A model that always knows the key must score 1, one that never does 0. The "
                 "logits at position t are for token t + 1: is your slice off by one?"),
             "test_eval.py::test_one_pass_agrees_with_generation[fope-byte]": (
-                4, "Exact match from one pass must be what greedy decoding, token by token, "
-                "gives."),
+                4, "Exact match from one pass must be what greedy decoding by token gives."),
             "test_eval.py::test_evaluation_leaves_mode_and_random_state_alone": (
-                2, "An evaluation must leave model.training and torch's random state as they "
-                "were."),
+                2, "It must leave model.training and torch's random state as they were."),
         },
     ),
     6: (
@@ -114,17 +105,14 @@ EXERCISES = {
         {"fope.py": ["MyEmbedding"]},
         {
             "test_fope.py::test_fused_attention_is_softmax_of_the_scores[640-mine]": (
-                4, "attend() must be the softmax of scores(), also at 16 times the training "
-                "length."),
+                4, "attend() must be the softmax of scores(), also at 16x the training length."),
             "test_model.py::test_causal[mine]": (
                 2, "A token must not change what is predicted before it."),
             "test_model.py::"
             "test_gradients_reach_every_trainable_parameter_and_nothing_frozen[mine]": (
-                2, "Every parameter needs a gradient, and buffers must not change in a training "
-                "step."),
+                2, "Every parameter needs a gradient; no buffer may change in a training step."),
             "test_model.py::test_checkpoint_round_trip[mine]": (
-                2, "A saved and loaded model must give the same output: is something drawn at "
-                "random and not saved?"),
+                2, "A loaded model must give the same output: is something random not saved?"),
         },
     ),
 }  # fmt: skip
@@ -161,21 +149,14 @@ def reference(file):
 
 
 def find(text, name):
-    """The ast node of a function, class or Class.method in a text. ValueError if there is none."""
+    """The ast node of a function, class or Class.method in a text; None if there is none."""
     node = ast.parse(text)
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.ClassDef)
-        node = next((n for n in node.body if isinstance(n, kinds) and n.name == part), None)
-        if node is None:
-            raise ValueError(f"there is no {name}")
+        found = (n for n in node.body if isinstance(n, kinds) and n.name == part)
+        if (node := next(found, None)) is None:
+            return None
     return node
-
-
-def has(text, name):
-    try:
-        return bool(find(text, name))
-    except ValueError:
-        return False
 
 
 def lines_of(node):
@@ -184,29 +165,21 @@ def lines_of(node):
     return slice(first - 1, node.end_lineno)
 
 
-def split_lines(text):
-    """The lines that ast counts: str.splitlines would also split at form feeds and the like."""
-    return io.StringIO(text).readlines()
-
-
 def replace(text, name, source):
     """`text` with its function or class `name` replaced by that of the text `source`."""
-    lines, new = split_lines(text), split_lines(source)
+    lines, new = text.split("\n"), source.split("\n")
     lines[lines_of(find(text, name))] = new[lines_of(find(source, name))]
-    return "".join(lines)
+    return "\n".join(lines)
 
 
 def remove_body(text, name, exercise):
     """`text` with the body of `name` removed: signature and docstring stay, and raise an error."""
-    node = find(text, name)
-    lines = split_lines(text)
-    has_docstring = ast.get_docstring(node) is not None
+    node, lines = find(text, name), text.split("\n")
+    indent = " " * node.body[0].col_offset
+    stub = [f'{indent}raise NotImplementedError("exercise {exercise}: {name} is yours to write")']
     if isinstance(node, ast.ClassDef):
-        stub = "    def rotate(self, q, k):\n        raise NotImplementedError"
-    else:
-        stub = " " * node.body[0].col_offset + "raise NotImplementedError"
+        stub = ["", f"{indent}def rotate(self, q, k):", f"    {stub[0]}"]
+    has_docstring = ast.get_docstring(node) is not None
     start = node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1
-    gap = "\n" if isinstance(node, ast.ClassDef) else ""
-    what = f'("exercise {exercise}: {name} is yours to write")\n'
-    lines[start : node.end_lineno] = [gap + stub + what]
-    return "".join(lines)
+    lines[start : node.end_lineno] = stub
+    return "\n".join(lines)

@@ -25,10 +25,7 @@ OFFSETS = (-3, -2, -1, 0, 1, 2)  # from the digit to produce
 
 
 def answer_attention(model, tokens, n_answer):
-    """
-    Attention of the n_answer positions that produce the answer, over all before:
-    (n_layer, n_head, n_answer, T).
-    """
+    """Of the n_answer positions that produce the answer: (n_layer, n_head, n_answer, T)."""
     layers = [block.attn for block in model.blocks]
     norms = [norm for attn in layers for norm in (attn.q_norm, attn.k_norm)]
     q_and_k = outputs_of(norms, model, tokens[None, :-1], positions=[-1])
@@ -47,10 +44,7 @@ def occurrences(tokens, answer):
 
 
 def measure(model, task, length, trials, seed=0):
-    """
-    Mean attention on the tokens around the digit to produce:
-    (n_layer, n_head, statement, offset).
-    """
+    """Mean attention around the digit to produce: (n_layer, n_head, statement, offset)."""
     rng, total = np.random.default_rng((seed, length)), 0.0
     for _ in range(trials):
         tokens, n, _ = task.sample(length, rng)
@@ -85,8 +79,7 @@ def draw(pos, results, lengths, best):
     title = f"{pos} at {lengths[0]} tokens: layer {layer}, head {head} gives {percent[0]:.0f} %"
     top.set_title(f"{title}\n{where}", fontsize=10)
 
-    label = f"layer {layer}, head {head}, {where}"
-    bottom.plot(lengths, percent, color=RED, marker="o", label=label)
+    bottom.plot(lengths, percent, "o-", color=RED, label=f"layer {layer}, head {head}, {where}")
     key = slice(OFFSETS.index(-1), OFFSETS.index(0) + 1)
     on_key = [100 * results[n][layer, head, :, key].sum().item() for n in lengths]
     label = "the same head, both statements, digit and token before"
@@ -115,15 +108,9 @@ def main(argv=None):
     best = best_head(results, lengths)
     fig = draw(model.config.pos, results, lengths, best)
     rounded = {n: result.numpy().round(4).tolist() for n, result in results.items()}
-    numbers = {
-        "checkpoint": args.checkpoint,
-        "pos": model.config.pos,
-        "trials": args.trials,
-        "lengths": lengths,
-        "offsets": list(OFFSETS),
-        "best": best,
-        "attention_by_length_layer_head_statement_offset": rounded,
-    }
+    numbers = {"checkpoint": args.checkpoint, "pos": model.config.pos, "trials": args.trials}
+    numbers |= {"lengths": lengths, "offsets": OFFSETS, "best": best}
+    numbers |= {"attention_by_length_layer_head_statement_offset": rounded}
     save(fig, numbers, args.out, f"attention_map_{model.config.pos}")
 
 

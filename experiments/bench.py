@@ -69,10 +69,7 @@ class Workload:
 
 
 def peak_memory(args, pos, what, device):
-    """
-    The peak memory in bytes of one training step or one evaluation; to be called in a fresh
-    process.
-    """
+    """In bytes, of one training step or one evaluation; to be called in a fresh process."""
     work = Workload(args, pos, device)
     for _ in range(2):  # the optimizer's state comes with the first step
         work.rate(what)
@@ -111,10 +108,7 @@ def measure_speed(args, device):
 
 
 def summarise(rounds, memory):
-    """
-    Medians over the rounds: of each embedding's tokens/s, and of their ratios to nope's and rope's
-    in the same round.
-    """
+    """Medians over the rounds: of tokens/s, of their ratios to nope's and rope's in a round."""
     summary = {}
     for pos in memory:
         row = {what: statistics.median(r[pos] for r in rs) for what, rs in rounds.items()}

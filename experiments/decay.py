@@ -31,10 +31,7 @@ def mean_cosine(freqs, T):
 
 
 def sampled_scores(pos, mu, T, draws=1000, seed=0):
-    """
-    q.k / head_dim of key 0 and query n, its mean and standard error over draws of q and k from
-    N(mu, 1): two (T,).
-    """
+    """q.k / head_dim of key 0 and query n, drawn from N(mu, 1): mean and its error, two (T,)."""
     g = torch.Generator().manual_seed(seed)
     q, k = (mu + torch.randn(draws, 1, 1, pos.head_dim, generator=g) for _ in range(2))
     rotated, _ = pos.rotate(q.expand(-1, -1, T, -1), q.expand(-1, -1, T, -1))
@@ -44,10 +41,7 @@ def sampled_scores(pos, mu, T, draws=1000, seed=0):
 
 
 def constant_content(pos, T, spans=64):
-    """
-    Score of constant ones against distance, mean over `spans` positions of the key, from its value
-    at distance 0: (T,).
-    """
+    """Score of constant ones by distance, 1 at 0, mean over `spans` positions of the key: (T,)."""
     x = torch.ones(1, 1, T + spans, pos.head_dim)
     s = pos.scores(x, x)[0, 0].double()
     curve = torch.stack([s[j : j + T, j] for j in range(spans)]).mean(dim=0)
@@ -95,8 +89,7 @@ def main(argv=None):
         right.plot(n, curve, color=colour, label=name, lw=1.3)
     title = "The slow decay is made by the frequencies\nunder the floor, which FoPE holds constant"
     legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="lower left", ncols=2)
-    ylabel = "score of constant q and k (1 at distance 0)"
-    tidy(right, "distance (tokens)", ylabel, title, **legend)
+    tidy(right, "distance (tokens)", "score of constant q and k (1 at distance 0)", title, **legend)
     right.set_ylim(-0.8, 1.1)
     right.annotate(" training length", (N, 1.03), fontsize=9)
     for ax in (left, right):

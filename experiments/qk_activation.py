@@ -49,10 +49,9 @@ def read_ours(folder, n_tokens):
 def read_llama(model, n_tokens):
     """The same for a Llama of the transformers library."""
     c = model.config
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
     layers = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in model.model.layers]
-    q_and_k = mean_activation(model, layers, head_dim, (1, n_tokens))
+    q_and_k = mean_activation(model, layers, c.head_dim, (1, n_tokens))
     return q_and_k, c.max_position_embeddings, theta, "llama"
 
 
@@ -101,18 +100,9 @@ def main(argv=None):
     axes[1].set_xlabel("dimension of a head; boxes: under the floor")
     title = f"{pos}: dimensions under the floor have {ratios[0]:.2f} (q) and {ratios[1]:.2f} (k) "
     axes[0].set_title(f"{title}times\nthe mean activation of the others", fontsize=10)
-    numbers = {
-        "checkpoint": args.checkpoint,
-        "pos": pos,
-        "train_len": train_len,
-        "theta": theta,
-        "tokens": args.tokens,
-        "under_the_floor": slow.tolist(),
-        "ratio_q": ratios[0],
-        "ratio_k": ratios[1],
-        "q": q.tolist(),
-        "k": k.tolist(),
-    }
+    numbers = {"checkpoint": args.checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
+    numbers |= {"tokens": args.tokens, "under_the_floor": slow.tolist()}
+    numbers |= {"ratio_q": ratios[0], "ratio_k": ratios[1], "q": q.tolist(), "k": k.tolist()}
     save(fig, numbers, args.out, f"qk_activation_{pos}")
 
 

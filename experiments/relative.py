@@ -34,10 +34,7 @@ def scores_of_one_content(pos, T, seed=0):
 
 
 def not_relative(scores):
-    """
-    The std of what the distance does not explain, over that of all: 0 for a function of i - j.
-    Mean over the heads.
-    """
+    """The std of what i - j does not explain, over that of all: 0 for a function of i - j."""
     T = scores.size(-1)
     distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
     causal = distance >= 0

@@ -39,14 +39,11 @@ def amplitude(x):
 
 
 def linear_layer(n=1024, dims=8, seed=0):
-    """
-    Amplitudes before and after y = W x, where dimension m of x is a tone in its own bin:
-    (bins, before, after, W).
-    """
+    """(bins, amplitudes of x, amplitudes of y, W), y = W x, where x_m is a tone in its own bin."""
     bins = np.array([7 * (m + 1) ** 2 for m in range(dims)])  # any different ones
     x = np.cos(2 * np.pi * np.outer(bins, np.arange(n)) / n)
     W = torch.randn(dims, dims, generator=torch.Generator().manual_seed(seed)).numpy()
-    W = W / math.sqrt(dims)
+    W /= math.sqrt(dims)
     return bins, amplitude(x), amplitude(W @ x), W
 
 
@@ -62,10 +59,7 @@ def combinations(order, signs=(1, -1)):
 
 
 def activation(g, order=12):
-    """
-    Lemma 3.1 for g: the share of the energy that is not at the two tones or at 0, and how much of
-    that is at the lemma's frequencies, as it should be and as it is printed.
-    """
+    """Lemma 3.1 for g: the share of the energy that is new, and of that, at its frequencies."""
     x = sum(np.cos(2 * np.pi * b * np.arange(SAMPLES) / SAMPLES) for b in TONES)
     y = amplitude(g(torch.from_numpy(x)).numpy())
     energy = y**2 / 2
@@ -81,10 +75,7 @@ def activation(g, order=12):
 
 
 def rest_of_eq_10(freqs, N):
-    """
-    The share of N tokens that completes no whole cycle, (N - alpha N_m) / N with
-    alpha = floor(N / N_m), per frequency.
-    """
+    """The share of N tokens in no whole cycle, (N - alpha N_m) / N with alpha = floor(N / N_m)."""
     period = 2 * np.pi / np.asarray(freqs, dtype=np.float64)
     return (N - np.floor(N / period) * period) / N
 
@@ -140,8 +131,8 @@ def panel_activations(ax):
     return lemma
 
 
-def panel_truncation(ax, N):
-    freqs, floor = rope_freqs(64).double().numpy(), 2 * math.pi / N
+def panel_truncation(ax, N, floor):
+    freqs = rope_freqs(64).double().numpy()
     rest, misplaced = rest_of_eq_10(freqs, N), misplaced_energy(freqs, N)
     outside, away = "tokens outside whole cycles", "energy away from its own frequency"
     ax.plot(freqs, 100 * rest, "o-", color=ORANGE, ms=4, label=f"Eq. 10: {outside}")
@@ -154,17 +145,11 @@ def panel_truncation(ax, N):
     title += f"energy, those under it {under:.0f} %"
     legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="upper right")
     tidy(ax, "RoPE frequency (radians per token)", "share (%)", title, **legend)
-    return {
-        "N": N,
-        "floor": floor,
-        "freqs": freqs.tolist(),
-        "rest_of_eq_10": rest.round(6).tolist(),
-        "misplaced_energy": misplaced.round(6).tolist(),
-    }
+    shares = {"rest_of_eq_10": rest, "misplaced_energy": misplaced}
+    return {"freqs": freqs.tolist()} | {k: v.round(6).tolist() for k, v in shares.items()}
 
 
-def panel_examples(ax, N):
-    floor = 2 * math.pi / N
+def panel_examples(ax, N, floor):
     grid = np.arange(0, 8 * floor, floor / 64)
     for cycles, colour in ((5.5, GREEN), (1, BLUE), (0.3, RED)):
         x = np.cos(cycles * floor * np.arange(N))
@@ -180,13 +165,14 @@ def panel_examples(ax, N):
 
 def main(argv=None):
     args = Parser(__doc__).parse_args(argv)
+    cut = {"N": 512, "floor": 2 * math.pi / 512}
     fig, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
     numbers = {
         "linear": panel_linear(axes[0, 0]),
         "lemma_3_1": panel_activations(axes[0, 1]),
-        "truncation": panel_truncation(axes[1, 0], N=512),
+        "truncation": {**cut, **panel_truncation(axes[1, 0], **cut)},
     }
-    panel_examples(axes[1, 1], N=512)
+    panel_examples(axes[1, 1], **cut)
     save(fig, numbers, args.out, "spectrum_leakage")
 
 

@@ -37,10 +37,7 @@ def tones(bins, n=N):
 
 
 def ground_truth(W):
-    """
-    Score of each dimension of y = SiLU(W x) by frequency and by distance:
-    (power (2, frequencies), scores (2, N)).
-    """
+    """Of y = SiLU(W x): a dimension's power by frequency and score by distance, (2, _) each."""
     y = F.silu(torch.from_numpy(W @ tones(BINS, SAMPLES))).numpy()
     y -= y.mean(axis=1, keepdims=True)
     power = np.abs(np.fft.rfft(y, axis=1)) ** 2 / SAMPLES**2
@@ -54,11 +51,8 @@ def rope_scores(power):
 
 
 def fope_scores(power, sigma, rng, n_freq=16):
-    """
-    Eq. 11 with weights a ~ N(0, sigma) on the two tones, on their sum, difference and harmonics,
-    and on random others.
-    """
-    b1, b2 = BINS
+    """Eq. 11 with weights a ~ N(0, sigma) on all n_freq frequencies."""
+    b1, b2 = BINS  # their sum, difference and harmonics are among the frequencies, others random
     bins = [b1, b2, b1 + b2, b2 - b1, 2 * b1, 2 * b2]
     bins = np.concatenate((bins, rng.integers(1, SAMPLES // 2, n_freq - len(bins))))
     own = np.hstack((np.eye(2), np.zeros((2, n_freq - 2))))
@@ -67,10 +61,7 @@ def fope_scores(power, sigma, rng, n_freq=16):
 
 
 def relative_error(scores, truth):
-    """
-    Root mean square error over the distances as a share of the truth's root mean square, per
-    dimension and summed: (3,).
-    """
+    """Root mean square error as a share of the truth's, per dimension and of the sum: (3,)."""
     scores, truth = (np.vstack((s, s.sum(axis=0))) for s in (scores, truth))
     return np.sqrt(((scores - truth) ** 2).mean(axis=1) / (truth**2).mean(axis=1))
 
@@ -82,7 +73,7 @@ def draw(seed):
 
 
 def measure():
-    """{method: relative_error of every seed, (seeds, 3)}."""
+    """{method: relative_error of every seed, (SEEDS, 3)}."""
     errors = defaultdict(list)
     for seed in range(SEEDS):
         power, truth, rng = draw(seed)
@@ -92,17 +83,13 @@ def measure():
     return {name: np.array(e) for name, e in errors.items()}
 
 
-def summarise(errors):
-    """Of each method: mean and std of its error, and how often it is closer than RoPE."""
-    summary = {}
-    for name, e in errors.items():
-        closer = (e[:, 2] < errors["RoPE"][:, 2]).mean()
-        summary[name] = {
-            "mean_component_1_2_sum": e.mean(axis=0).round(4).tolist(),
-            "std": e.std(axis=0, ddof=1).round(4).tolist(),
-            "closer_than_rope": round(float(closer), 3),
-        }
-    return summary
+def summarise(errors, rope_errors):
+    """Mean and std of a method's errors, and how often it is closer than RoPE."""
+    return {
+        "mean_component_1_2_sum": errors.mean(axis=0).round(4).tolist(),
+        "std": errors.std(axis=0, ddof=1).round(4).tolist(),
+        "closer_than_rope": (errors[:, 2] < rope_errors[:, 2]).mean().round(3),
+    }
 
 
 def main(argv=None):
@@ -112,11 +99,9 @@ def main(argv=None):
     numbers = {
         "seeds": SEEDS,
         "periods": (SAMPLES / BINS).round(3).tolist(),
-        "activation": "SiLU",
-        "errors": summarise(errors),
+        "errors": {name: summarise(e, errors["RoPE"]) for name, e in errors.items()},
         "shown_seed": shown_seed,
     }
-
     power, truth, rng = draw(shown_seed)
     curves = {"ground truth": (truth, BLACK), "RoPE": (rope_scores(power), BLUE)}
     curves["FoPE, sigma 0.3, one draw"] = (fope_scores(power, 0.3, rng), RED)

@@ -161,19 +161,14 @@ def test_mistakes_are_in_the_code_as_it_is(folders):
         assert (folders / "solution" / file).read_text().count(right) == 1, right
 
 
-def test_files_that_are_no_python_cost_points_and_are_explained(folders, tmp_path):
+def test_files_that_are_no_python_cost_points_and_are_explained(tmp_path):
     file = tmp_path / "fope.py"
     file.write_text("def rope_freqs(:\n")
-    assert grade.grade(tmp_path, 1)[2] == ["fope.py is no Python: invalid syntax, line 1"]
+    words = ["fope.py is no Python: invalid syntax, line 1"]
+    assert grade.grade(tmp_path, 1) == (0, 10, words)
     file.write_text("x = 1\n")
     assert grade.grade(tmp_path, 3)[2] == ["fope.py: there is no above_floor"]
-    text = (folders / "solution" / "fope.py").read_text()
-    file.write_text(text + "\nx = " + "1 + " * 100_000 + "1\n")
-    words = ["fope.py has an expression that is too long for Python"]
-    assert grade.grade(tmp_path, 3) == (0, 10, words)
     refuses(grade.main, [tmp_path / "nobody"], "no copy of the project")
-    refuses(grade.main, [tmp_path, "--time_limit", "0"], "--time_limit: must be at least 1")
-    refuses(grade.main, [tmp_path, "--json", tmp_path], "--json")
 
 
 @pytest.mark.slow

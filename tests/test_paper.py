@@ -146,7 +146,7 @@ def test_list_and_refusals(capsys, tmp_path):
     refuses(paper.main, ["figure6a_shape", "--size", "20M"], "tiny alone")
     argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
     if not (ROOT / "data" / "c4" / "meta.json").exists():
-        refuses(paper.main, argv, "no data/c4", "python prepare_data.py --source c4")
+        refuses(paper.main, argv, "no data/c4", "python prepare_data.py --help")
 
 
 @pytest.mark.slow
