@@ -362,7 +362,7 @@ def main(argv=None):
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
-    args.at_once = min(n_cores(), 4) if is_tiny(args) else 1
+    args.at_once = n_cores() if is_tiny(args) else 1
     if args.dry_run:
         dry_run(name, figure, args)
         return

@@ -1,0 +1,71 @@
+"""Text from a checkpoint: the model's own, in the run's tokenizer, as it comes."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import refuses
+
+import sample
+from checkpoint import load_checkpoint, save_checkpoint
+from data import load_tokenizer
+from model import GPT, GPTConfig
+
+
+def text_of(capsys, checkpoint, *flags):
+    sample.main([str(checkpoint), "--prompt", "Document 1.", "--max_new_tokens", "12", *flags])
+    return capsys.readouterr().out
+
+
+def test_greedy_text_is_the_models(checkpoint, capsys):
+    printed = text_of(capsys, checkpoint, "--temperature", "0")
+    model, encoding = load_checkpoint(checkpoint)[0], load_tokenizer("bpe:512", checkpoint)
+    prompt = torch.tensor([encoding.encode_ordinary("Document 1.")])
+    tokens = [token.item() for token in model.generate(prompt, 12, temperature=0)]
+    tokens = tokens[: tokens.index(511)] if 511 in tokens else tokens  # the end of the text
+    assert printed == "Document 1." + encoding.decode(tokens) + "\n"
+
+
+def test_the_seed_decides_and_one_likely_token_is_greedy(checkpoint, capsys):
+    first, again, other = (text_of(capsys, checkpoint, "--seed", s) for s in ("1", "1", "2"))
+    assert first == again != other
+    greedy = text_of(capsys, checkpoint, "--temperature", "0")
+    assert text_of(capsys, checkpoint, "--top_k", "1") == greedy
+
+
+def byte_model(folder, sequence):
+    """A run whose model says these bytes one after the other, whatever it has read before."""
+    model = GPT(GPTConfig(pos="nope", train_len=8, vocab_size=257, n_layer=1, n_head=1, n_embd=384))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.norm.weight.fill_(1.0)
+        model.embed.weight[:257, :257] = torch.eye(257)
+        for token, following in itertools.pairwise(sequence):
+            model.head.weight[following, token] = 9.0
+    metadata = {"tokenizer": "byte", "data": "", "training": {}}
+    save_checkpoint(folder, model, metadata, step=0, optimizer={})
+    return folder
+
+
+def test_characters_of_several_bytes_come_whole_and_the_end_of_text_ends_it(tmp_path, capsys):
+    run = byte_model(tmp_path, [*"aé€".encode(), 256])
+    sample.main([str(run), "--prompt", "a", "--temperature", "0", "--max_new_tokens", "50"])
+    assert capsys.readouterr().out == "aé€\n"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--prompt", ""], "--prompt is empty"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--max_new_tokens", "0"], "--max_new_tokens"),
+        (["--top_k", "x"], "invalid int value"),
+    ],
+)
+def test_bad_arguments_are_refused_with_a_sentence(checkpoint, flags, words):
+    refuses(sample.main, [checkpoint, *flags], words)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    refuses(sample.main, [tmp_path], "there is no checkpoint in")
