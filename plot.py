@@ -198,7 +198,7 @@ def figure_length(results, measure="perplexity"):
     """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [kind for kind in results if results[kind]]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
-    beside = len(panels) == 1 and len(style) > 6  # so many lines leave no room for the legend
+    beside = len(style) > 6  # so many lines leave no room for the legend
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for ax, kind in zip(axes[0], panels, strict=True):
@@ -212,11 +212,12 @@ def figure_length(results, measure="perplexity"):
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
-        if ax is axes[0, 0] or list(by_label) != list(results[panels[0]]):
+        if ax is axes[0, -beside] or list(by_label) != list(results[panels[0]]):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
-            ax.legend([unique[label] for label in by_label], by_label, frameon=False, **place)
+            place |= dict(framealpha=1, edgecolor="none")  # the dotted line ends at it
+            ax.legend([unique[label] for label in by_label], by_label, **place)
     return fig
 
 
