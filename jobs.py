@@ -116,15 +116,16 @@ def stop_all(running):
 
 def run_jobs(jobs, args):
     """All that is not done, args.at_once at a time; ValueError at the end for what has failed."""
-    waiting, running, failed = [job for job in jobs if not job.done()], [], {}
-    done = len(jobs) - len(waiting)
-    bar = tqdm(total=len(jobs), initial=done, desc="jobs", unit="job", mininterval=10)
+    finished, running, failed = {job.name for job in jobs if job.done()}, [], {}
+    waiting = [job for job in jobs if job.name not in finished]
+    settings = dict(initial=len(finished), desc="jobs", unit="job", mininterval=10)
+    bar = tqdm(total=len(jobs), **settings)
     try:
-        while waiting or running:
-            # start what can start
-            waiting = [job for job in waiting if job.needs not in failed]
-            busy = {job.name for job in waiting} | {one.job.name for one in running}
-            ready = [job for job in waiting if job.needs not in busy]
+        while True:
+            # start what can start: what needs a failed job never can
+            ready = [job for job in waiting if not job.needs or job.needs in finished]
+            if not ready and not running:
+                break
             free = [slot for slot in range(args.at_once) if slot not in [r.slot for r in running]]
             for job, slot in zip(ready, free, strict=False):
                 waiting.remove(job)
@@ -137,7 +138,9 @@ def run_jobs(jobs, args):
                     continue
                 running.remove(one)
                 bar.update()
-                if not successful:
+                if successful:
+                    finished.add(one.job.name)
+                else:
                     failed[one.job.name] = f"the end of {one.log}:\n    {one.end_of_log(5)}"
                     print(f"{one.job.name} failed; {failed[one.job.name]}", file=sys.stderr)
             time.sleep(0.2)

@@ -113,12 +113,14 @@ def test_results_of_another_budget_are_not_taken_for_these(tmp_path):
 def test_a_failed_job_shows_the_end_of_its_log_and_stops_what_needs_it_alone(tmp_path, capsys):
     made = [
         job(tmp_path, "bad", "import sys; sys.exit('error: this is why')"),
+        job(tmp_path, "last", needs="after"),
         job(tmp_path, "after", needs="bad"),
         job(tmp_path, "other", "import time; time.sleep(1)"),
     ]
-    with pytest.raises(ValueError, match=r"(?s)1 of 3 jobs failed; of bad .*bad.log.*this is why"):
+    with pytest.raises(ValueError, match=r"(?s)1 of 4 jobs failed; of bad .*bad.log.*this is why"):
         jobs.run_jobs(made, arguments(tmp_path))
-    assert made[2].done() and not made[1].done()
+    assert made[3].done() and not made[1].done() and not made[2].done()
+    assert (tmp_path / "order").read_text().split() in (["bad", "other"], ["other", "bad"])
     assert "bad failed; the end of" in capsys.readouterr().err
 
 
