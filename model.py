@@ -122,17 +122,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one projection to 8 n_embd, half of it the gate of the other half, and back."""
+    """SwiGLU: up to 4 n_embd, each of them gated, and back."""
 
     def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(config.n_embd, 8 * config.n_embd, bias=False)
+        self.gate = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        # two products and not one cut in two, whose gradient autograd would have to join again
-        up, gate = (F.linear(x, weight) for weight in self.up.weight.chunk(2))  # (B, T, 4 n_embd)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
