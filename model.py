@@ -186,7 +186,8 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x[:, positions])[..., : self.config.vocab_size]
         rows, flat = x.flatten(0, 1), targets.flatten()  # (B T, n_embd), (B T,)
-        loss = linear_cross_entropy(rows, self.head.weight, flat, reduction, self.slice_loss)
+        vocab = self.config.vocab_size, reduction, self.slice_loss
+        loss = linear_cross_entropy(rows, self.head.weight, flat, *vocab)
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def compile_parts(self):
@@ -233,19 +234,27 @@ def loss_and_gradient(logits, targets):
     return loss, gradient.to(logits.dtype)
 
 
-def linear_cross_entropy(x, weight, targets, reduction="mean", slice_loss=loss_and_gradient):
+def vocab_logits(x, weight, vocab_size):
+    """x weight^T, in which what pads the vocabulary gets no probability."""
+    logits = F.linear(x, weight)
+    logits[:, vocab_size:] = -torch.inf
+    return logits
+
+
+def linear_cross_entropy(x, weight, targets, vocab_size, reduction="mean", slice_loss=None):
     """
-    Cross-entropy in nats of x (N, C) under the logits x weight^T, weight (V, C), targets (N,): its
-    mean, a scalar, or with reduction="none" (N,), fp32. Logits are made for LOGITS_PER_SLICE // V
-    rows at a time. slice_loss: loss_and_gradient, or its compiled form.
+    Cross-entropy in nats of x (N, C) under the logits x weight^T, weight (V, C), of which the first
+    vocab_size count, targets (N,): its mean, a scalar, or with reduction="none" (N,), fp32. Logits
+    are made for LOGITS_PER_SLICE // V rows at a time. slice_loss: a compiled loss_and_gradient.
     """
     n_rows = max(1, LOGITS_PER_SLICE // len(weight))
     if torch.is_grad_enabled() and reduction == "mean":
-        return SlicedCrossEntropy.apply(x, weight, targets, n_rows, slice_loss)
+        settings = vocab_size, n_rows, slice_loss or loss_and_gradient
+        return SlicedCrossEntropy.apply(x, weight, targets, *settings)
     losses = []
     for start in range(0, len(x), n_rows):
         rows = slice(start, start + n_rows)
-        logits = F.linear(x[rows], weight).float()
+        logits = vocab_logits(x[rows], weight, vocab_size).float()
         losses.append(F.cross_entropy(logits, targets[rows], reduction="none"))
     loss = torch.cat(losses)
     return loss.mean() if reduction == "mean" else loss
@@ -258,7 +267,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, n_rows, slice_loss):
+    def forward(ctx, x, weight, targets, vocab_size, n_rows, slice_loss):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
@@ -266,7 +275,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
         for start in range(0, len(x), n_rows):
             rows = slice(start, start + n_rows)
-            logits = F.linear(x_cast[rows], weight_cast)
+            logits = vocab_logits(x_cast[rows], weight_cast, vocab_size)
             slice_sum, gradient = slice_loss(logits, targets[rows])
             loss += slice_sum
             grad_x[rows] = gradient @ weight_cast
@@ -278,4 +287,4 @@ class SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
         n = len(grad_x)
-        return grad_loss / n * grad_x, grad_loss / n * grad_weight, None, None, None
+        return grad_loss / n * grad_x, grad_loss / n * grad_weight, None, None, None, None
