@@ -102,7 +102,16 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
         raise ValueError("no length could be evaluated")
 
     # the result: what was read by which model, from where, and how it did
-    sizes = ("n_layer", "n_head", "n_embd", "vocab_size", "theta", "init_std", "qk_norm")
+    sizes = (
+        "n_layer",
+        "n_head",
+        "head_dim",
+        "n_embd",
+        "vocab_size",
+        "theta",
+        "init_std",
+        "qk_norm",
+    )
     embedding = ("pos", "pos_args", "rope_scaling", "train_len", "seed")
     result = {
         "kind": kind,

@@ -22,14 +22,16 @@ from fope import POSITION_EMBEDDINGS, RoPE
 
 # --- sizes
 
-# name: (n_layer, n_head, n_embd). The paper's sizes (Table 3) count blocks + output head; the
-# input table comes on top.
+# name: (n_layer, n_head, head_dim, n_embd). The paper's sizes (Table 3) count blocks + output head;
+# the input table comes on top.
 SIZES = {
-    "tiny": (4, 4, 128),  # 1.0M in the blocks, for a CPU; recipes change its heads (train.py)
-    "20M": (8, 4, 256),
-    "60M": (8, 8, 512),
-    "180M": (8, 8, 1024),
-    "1.2B": (16, 16, 2048),
+    # For a CPU, 1.3M in the blocks. Its heads are twice as wide together as n_embd: at a training
+    # length of 128 FoPE keeps 11 frequencies of a head_dim of 64, and ALiBi needs four slopes.
+    "tiny": (4, 4, 64, 128),
+    "20M": (8, 4, 64, 256),
+    "60M": (8, 8, 64, 512),
+    "180M": (8, 8, 128, 1024),
+    "1.2B": (16, 16, 128, 2048),
 }
 # GPT-2's 0.02 at a width of 768, times sqrt(768 / 128): narrow models start to learn sooner
 INIT_STD = {"tiny": 0.05}
@@ -45,22 +47,19 @@ class GPTConfig:
     vocab_size: int = 50257
     n_layer: int = 8
     n_head: int = 8
+    head_dim: int = 64  # n_head * head_dim need not be n_embd
     n_embd: int = 512
     theta: float = 10000.0
     init_std: float = 0.02  # of all weight matrices, normal, cut off at three times this
     qk_norm: bool = False  # queries and keys to mean 0, variance 1 before the rotation (Table 2)
     seed: int = 0  # of the weights and of the embedding's random coefficients
 
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
-
     @classmethod
     def preset(cls, name, **overrides):
         """The config of one of the SIZES, with any field overridden."""
         if name not in SIZES:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(SIZES)}")
-        size = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[name], strict=True))
+        size = dict(zip(("n_layer", "n_head", "head_dim", "n_embd"), SIZES[name], strict=True))
         config = cls(**{**size, "init_std": INIT_STD.get(name, cls.init_std), **overrides})
         if config.pos == "fope" and name in FOPE_SIGMA:
             config.pos_args = {"sigma": FOPE_SIGMA[name], **config.pos_args}
@@ -104,8 +103,9 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        width = config.n_head * config.head_dim
+        self.qkv = nn.Linear(config.n_embd, 3 * width, bias=False)
+        self.proj = nn.Linear(width, config.n_embd, bias=False)
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
         if config.qk_norm:
             self.q_norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
@@ -113,12 +113,12 @@ class Attention(nn.Module):
         self.pos = make_pos(config)
 
     def forward(self, x):
-        B, T, C = x.size()
+        B, T, _ = x.size()
         qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, n_head, T, head_dim)
         q, k = self.pos.rotate(self.q_norm(q), self.k_norm(k))
         y = self.pos.attend(q, k, v)  # (B, n_head, T, head_dim)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).flatten(2))  # (B, T, n_embd)
 
 
 class MLP(nn.Module):
@@ -150,8 +150,6 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f"n_embd {config.n_embd} is not divisible by n_head {config.n_head}")
         self.config = config
         self.slice_loss = loss_and_gradient  # at the end of this file; compile_parts compiles it
         padded_vocab = -(-config.vocab_size // 128) * 128  # matrix products like multiples of 128

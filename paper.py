@@ -9,7 +9,7 @@ The paper's figures and tables as data, and the one job runner that makes them.
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
 what was cut off is resumed; Ctrl-C saves all that runs. Tiny models run side by side, one a core.
-At tiny size text and passkeys have a model each (the presets tiny_text and tiny_passkey of
+At tiny size text and passkeys have a model each (the presets tiny and tiny_passkey of
 train.py); from 20M on both are asked of one model, trained on text alone, as in the paper.
 """
 
@@ -144,11 +144,11 @@ class Setting:
 
 
 TINY = {
-    "text": Setting("tiny_text", "bytes", 81_921),
+    "text": Setting("tiny", "bytes", 81_921),
     "passkey": Setting("tiny_passkey", "bpe", 100),
 }
 QUICK = {  # the same path with next to no training
-    "text": Setting("tiny_text", "bytes", 16_400, tokens=30_000),
+    "text": Setting("tiny", "bytes", 16_400, tokens=30_000),
     "passkey": Setting("tiny_passkey", "bpe", 16, tokens=30_000),
 }
 SETTINGS = {"tiny": TINY, "quick": QUICK}
@@ -184,10 +184,8 @@ def run_folder(figure, kind, name, seed, args):
 
 def recipe_config(preset, **more):
     """The GPTConfig of one of train.py's presets."""
-    recipe = RECIPES[preset]
-    heads = {"n_head": recipe["n_head"]} if "n_head" in recipe else {}
     size = SIZE_OF.get(preset, preset)
-    return GPTConfig.preset(size, train_len=recipe["train_len"], **heads, **more)
+    return GPTConfig.preset(size, train_len=RECIPES[preset]["train_len"], **more)
 
 
 def trained_tokens(model, setting, args):
@@ -279,7 +277,7 @@ def prepare_data(figure, args):
 
 def rates(preset, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
-    recipe, vocab_sizes = RECIPES[preset], {"tiny_text": 257, "tiny_passkey": 2048}
+    recipe, vocab_sizes = RECIPES[preset], {"tiny": 257, "tiny_passkey": 2048}
     vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
     device = common.init_distributed(args.device)
     model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(device)

@@ -2,7 +2,7 @@
 Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with torchrun on many.
 
     a minute on a CPU, from text that prepare_data.py has made bytes of
-        python train.py --data data/bytes --preset tiny_text --pos fope --out runs_out/fope
+        python train.py --data data/bytes --pos fope --out runs_out/fope
     the paper's recipe; with torchrun --nproc_per_node=4 in place of python on four GPUs
         python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
     another run's weights, with another embedding or training length
@@ -40,18 +40,12 @@ from model import GPT, SIZES, GPTConfig
 # What --preset decides where no flag does.
 PAPER = dict(train_len=512, tokens=10_000_000_000, batch_size=1024, grad_accum=16, lr=6e-4)
 # A tiny model with a tiny budget learns more from many small steps.
-TINY = dict(train_len=128, tokens=1_000_000, batch_size=8, grad_accum=1, lr=2e-3)
-RECIPES = {
-    "tiny": TINY,
-    # The report's models. On text two heads of 64, since with a head_dim of 32 FoPE would have
-    # only 6 frequencies above its floor; on passkeys four of 32, since with two some seeds do not
-    # learn to copy.
-    "tiny_text": TINY | dict(n_head=2, tokens=614_400, eval_tokens=8192),
-    "tiny_passkey": TINY
-    | dict(passkey_frac=1.0, tokens=1_280_000, batch_size=4, lr=1e-3, eval_tokens=4096),
-} | {size: PAPER for size in SIZES if size != "tiny"}
+TINY = dict(train_len=128, tokens=614_400, batch_size=8, grad_accum=1, lr=2e-3, eval_tokens=8192)
+COPY = dict(passkey_frac=1.0, tokens=1_280_000, batch_size=4, lr=1e-3, eval_tokens=4096)
+RECIPES = {size: PAPER for size in SIZES} | {"tiny": TINY, "tiny_passkey": TINY | COPY}
 EVERY_RECIPE = dict(passkey_frac=0.0, eval_tokens=65536)
-SIZE_OF = {"tiny_text": "tiny", "tiny_passkey": "tiny"}  # the others are of the size they name
+SHAPE = ("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std")  # flags of the model
+SIZE_OF = {"tiny_passkey": "tiny"}  # the others are of the size they name
 
 
 def learning_rate(step, n_steps, warmup_steps, peak):
@@ -95,6 +89,7 @@ def parse_args(argv):
     common.add_pos_flags(parser)
     add("--n_layer", type=positive_int, help="this and what follows: instead of the preset's")
     add("--n_head", type=positive_int)
+    add("--head_dim", type=positive_int)
     add("--n_embd", type=positive_int)
     add("--theta", type=number(float, 1, 1e12), help="of RoPE's frequencies theta^(-2m/head_dim)")
     add("--init_std", type=number(float, 1e-6, 1), help="of the weights at the start")
@@ -126,7 +121,7 @@ def parse_args(argv):
         take_over(args)
     args.pos, args.preset = args.pos or "fope", args.preset or "tiny"
     for name, value in (EVERY_RECIPE | RECIPES[args.preset]).items():
-        if getattr(args, name) is None and not (args.init_from and name == "n_head"):
+        if getattr(args, name) is None:
             setattr(args, name, value)
     if args.batch_size % args.grad_accum:
         what = f"--batch_size {args.batch_size} is not divisible by"
@@ -148,7 +143,7 @@ def take_over(args):
     for name in ("preset", "pos", "train_len"):
         if getattr(args, name) is None:
             setattr(args, name, trained[name])
-    for name in ("preset", "n_layer", "n_head", "n_embd", "theta", "init_std", "qk_norm"):
+    for name in ("preset", *SHAPE, "qk_norm"):
         if (given := getattr(args, name)) and given != trained.get(name):
             was = f"--{name} is {trained.get(name)} in {args.init_from}"
             raise ValueError(f"{was}, it cannot become {given}")
@@ -159,7 +154,7 @@ def new_model(args, data):
     chosen = {name: getattr(args, name) for name in ("pos", "train_len", "seed")}
     pos_args, size = common.parse_pos_args(args.pos_args), SIZE_OF.get(args.preset, args.preset)
     if not args.init_from:
-        given = {k: getattr(args, k) for k in ("n_layer", "n_head", "n_embd", "theta", "init_std")}
+        given = {name: getattr(args, name) for name in SHAPE}
         chosen |= {name: value for name, value in given.items() if value is not None}
         chosen |= dict(qk_norm=args.qk_norm, vocab_size=data.meta["vocab_size"])
         scaling = common.parse_rope_scaling(args, trained=None)

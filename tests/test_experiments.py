@@ -158,7 +158,8 @@ def test_random_weights_add_their_variance_to_the_expected_squared_error():
 
 def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
     """Queries made twice as large under the floor must be seen so, and keys as they are."""
-    model = GPT(GPTConfig("rope", train_len=64, vocab_size=128, n_layer=2, n_head=2, n_embd=64))
+    shape = dict(n_layer=2, n_head=2, head_dim=32, n_embd=64)
+    model = GPT(GPTConfig("rope", train_len=64, vocab_size=128, **shape))
     slow = qk_activation.under_the_floor(32, 10000.0, 64)
     assert slow.tolist() == (rope_freqs(32) < 2 * math.pi / 64).tolist() * 2
     with torch.no_grad():
@@ -194,7 +195,8 @@ def test_qk_activation_reads_a_llama(tmp_path):
 
 
 def test_attention_map_is_the_models_own_attention():
-    model = GPT(GPTConfig("fope", train_len=16, vocab_size=50, n_layer=1, n_head=2, n_embd=32))
+    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32)
+    model = GPT(GPTConfig("fope", train_len=16, vocab_size=50, **shape))
     tokens = torch.randint(50, (21,), generator=torch.Generator().manual_seed(0))
     maps = attention_map.answer_attention(model, tokens, 3)
     assert maps.shape == (1, 2, 3, 20)
@@ -257,7 +259,7 @@ def test_the_tour_runs(tmp_path):
     notebook, code = read_tour()
     changes = {
         "runs_out/tiny": str(tmp_path),
-        '"tiny_text"': '"tiny_text", "--tokens", "2048"',
+        '"tiny"': '"tiny", "--tokens", "2048"',
         "16 * 2048": "2048",
     }
     source = "".join(cell.source for cell in code)

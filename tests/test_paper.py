@@ -52,6 +52,7 @@ def test_every_command_of_every_figure_is_understood(name, size, tmp_path, monke
                 assert module.__name__ == script.removesuffix(".py")
 
 
+@pytest.mark.xfail(reason="figure 1 is being measured again, with heads of 64", strict=True)
 def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
     """What figure 1's json says of its training is what paper.py would do today."""
     found = {}
@@ -68,11 +69,11 @@ def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
 
 
 def test_series_of_twice_the_frequencies(tmp_path):
-    """K = 11 frequencies of 32 above the floor for text, 6 of 16 for passkeys."""
+    """K = 11 frequencies of 32 lie above the floor."""
     made = paper.jobs_of(paper.FIGURES["figure6c"], arguments(tmp_path, seeds=1))
     commands = {job.name: job.commands[0] for job in made}
     assert "n_freq=22" in commands["text/fope_D2_s0"]
-    assert "n_freq=24" in commands["passkey/fope_D4_s0"]
+    assert "n_freq=44" in commands["passkey/fope_D4_s0"]
 
 
 def test_from_20M_on_one_model_answers_for_both(tmp_path):
