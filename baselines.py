@@ -3,6 +3,8 @@ The paper's other baselines.
 
     KERPLE, FIRE         a learned bias on the logits      (Chi et al., 2022; Li et al., 2024)
     RoPE-A               RoPE with frequencies that complete whole cycles in the training length
+    FoPE shared,         two other readings of FoPE's equations
+    FoPE relative
     YaRN, interpolation  lower frequencies, with which a trained RoPE or FoPE reads further
                                                            (Peng et al., 2023; Chen et al., 2023)
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
+from fope import POSITION_EMBEDDINGS, FoPE, PositionEmbedding, RoPE
 
 # --- learned biases
 
@@ -112,19 +114,74 @@ class FIRE(LearnedBias):
 # --- other frequencies
 
 
+ROUNDINGS = {"nearest": torch.round, "up": torch.ceil, "down": torch.floor}
+
+
 class RoPEA(RoPE):
     """
-    RoPE with aligned frequencies, the paper's RoPE-A: each moved to the nearest one that completes
-    whole cycles in the training length, so that the rotation itself is periodic there. What
-    completes half a cycle or more gets one; what completes less gets frequency zero.
+    RoPE with aligned frequencies, the paper's RoPE-A: each moved to one that completes whole cycles
+    in the training length, so that the rotation itself is periodic there: the nearest one, or the
+    next one up or down. What completes less than one cycle (rounded to the nearest: less than half
+    a cycle) gets frequency zero, or rounded up one cycle.
     """
+
+    def __init__(self, *, rounding="nearest", **kwargs):
+        super().__init__(**kwargs)
+        if rounding not in ROUNDINGS:
+            raise ValueError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDINGS)}")
+        cycle = 2 * math.pi / self.train_len
+        self.freqs = ROUNDINGS[rounding](self.freqs / cycle) * cycle
+        if not self.freqs.any():
+            raise ValueError(f"RoPE-A has nothing to turn with train_len {self.train_len}, under 4")
+
+
+# --- FoPE's equations, read otherwise
+
+
+class FoPEShared(FoPE):
+    """FoPE with one draw for cos and sin: pair k times sum_d coef[d, k] e^{i w_d t}."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        cycle = 2 * math.pi / self.train_len
-        self.freqs = torch.round(self.freqs / cycle) * cycle
-        if not self.freqs.any():
-            raise ValueError(f"RoPE-A has nothing to turn with train_len {self.train_len}, under 4")
+        self.cos_coef.copy_(self.sin_coef)
+
+
+class FoPERelative(FoPE):
+    """
+    Eq. 11 itself, a series on the logit and so a function of the distance: q.k becomes
+
+        sum_k sum_d coef[h, d, k] Re[q_k conj(k_k) e^{i w_d (i - j)}]
+
+    with the frequencies, identity and constant pairs of FoPE. FoPE turns q and k each, and its
+    logit is a product of two series: the same noise twice, so sqrt(2) sigma is its match here.
+    Every pair k is repeated for each d, which makes q and k wider: small, slow, to compare.
+    """
+
+    def make_tables(self, T):
+        return RoPE.make_tables(self, T)  # (T, D)
+
+    def rotate(self, q, k):
+        coef = self.cos_coef.transpose(1, 2)[:, None]  # (n_head, 1, K, D)
+        return self.repeat(q, coef), self.repeat(k, torch.ones_like(coef))
+
+    def repeat(self, x, coef):
+        """x (B, n_head, T, head_dim) -> (B, n_head, T, 2 K D + the constant pairs)."""
+        cos, sin = (table[:, None] for table in self.tables(x.size(-2)))  # (T, 1, D)
+        K, (x1, x2) = coef.size(-2), x.float().chunk(2, dim=-1)
+        y1, y2 = x1[..., :K, None], x2[..., :K, None]  # (B, n_head, T, K, 1)
+        real, imaginary = coef * (y1 * cos - y2 * sin), coef * (y2 * cos + y1 * sin)
+        factor = math.sqrt(2) if self.variant == "released" else 1.0
+        constant = factor * torch.cat((x1[..., K:], x2[..., K:]), dim=-1)
+        return torch.cat((real.flatten(-2), imaginary.flatten(-2), constant), dim=-1).type_as(x)
+
+    def attend(self, q, k, v):
+        v = F.pad(v, (0, q.size(-1) - self.head_dim))  # the fused kernel wants one width
+        scale = 1 / math.sqrt(self.head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return y[..., : self.head_dim]
+
+
+# --- changes of trained frequencies
 
 
 def interpolate(freqs, factor):
@@ -176,3 +233,4 @@ def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, the
 
 
 POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA}
+POSITION_EMBEDDINGS |= {"fope_shared": FoPEShared, "fope_relative": FoPERelative}

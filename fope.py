@@ -183,6 +183,7 @@ class FoPE(RoPE):
     CF, "clip floor to zero": a frequency under 2 pi / train_len never completes a cycle in
     training, so attention never learns what it does there. Those pairs get frequency zero: they
     no longer turn. The floor belongs to the TRAINING length and stays when a longer text is read.
+    floor=False keeps all frequencies, floor=256 is the floor of 256 tokens.
 
     FS, the Fourier series: linear layers and activations mix frequencies into each pair. So each of
     K pairs follows a series over a set of D frequencies, its own with weight 1 and all with small
@@ -212,7 +213,8 @@ class FoPE(RoPE):
     With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their share of
     q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
     alone: close to 0, so that their pairs all but drop out of q.k.
-    CF alone is sigma=0. FS alone is floor=False: all head_dim/2 frequencies are kept, none is cut.
+    CF alone is sigma=0. FS alone is floor=False: head_dim/4 does not cut then, and sigma has to be
+    larger for the same noise.
     """
 
     def __init__(self, *, sigma=0.3, n_freq=None, variant="released", floor=True, **kwargs):
@@ -221,9 +223,10 @@ class FoPE(RoPE):
             raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
         if not 0 <= sigma < math.inf:
             raise ValueError(f"sigma must be a number that is not negative, not {sigma}")
-        if not isinstance(floor, bool):
-            raise ValueError(f"floor must be true or false, not {floor}")
-        kept = above_floor(self.freqs, self.train_len) if floor else self.freqs
+        floor_len = self.train_len if floor is True else floor
+        if not isinstance(floor_len, int):
+            raise ValueError(f"floor must be true, false or a number of tokens, not {floor}")
+        kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
         D = len(kept) if n_freq is None else n_freq
         K = len(kept)
         if variant == "released" and floor:

@@ -1,5 +1,6 @@
 """KERPLE, FIRE, RoPE-A, YaRN and interpolation against their formulas, written a second time."""
 
+import cmath
 import math
 
 import pytest
@@ -80,6 +81,48 @@ def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
 def test_aligned_frequencies_need_a_length_that_one_completes():
     with pytest.raises(ValueError, match="nothing to turn with train_len 3"):
         make_embedding("rope_a", train_len=3)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "up", "down"])
+def test_aligned_frequencies_are_rounded_as_asked(rounding):
+    pos = make_embedding("rope_a", head_dim=8, rounding=rounding, theta=1e4, train_len=20)
+    found = (pos.freqs * 20 / (2 * math.pi)).round().tolist()
+    raw = [w * 20 / (2 * math.pi) for w in (1.0, 0.1, 0.01, 0.001)]
+    expected = {"nearest": map(round, raw), "up": map(math.ceil, raw), "down": map(math.floor, raw)}
+    assert found == list(expected[rounding])
+    with pytest.raises(ValueError, match="unknown rounding 'half'; known: nearest, up, down"):
+        make_embedding("rope_a", rounding="half")
+
+
+# --- FoPE's equations, read otherwise
+
+
+def test_the_relative_series_is_equation_11():
+    """The logit written out with complex numbers, one term for each k and d, from the formula."""
+    pos = make_embedding("fope_relative", sigma=0.5, variant="paper", n_freq=6)
+    q, k, _ = draw_qkv(9).double()
+    (_, D, K), i, j = pos.cos_coef.shape, 8, 3
+    z, w = (torch.complex(*x[0, 1].chunk(2, dim=-1)) for x in (q, k))  # head 1: (T, head_dim / 2)
+    logit = (z[i, K:] * w[j, K:].conj()).real.sum()
+    for d in range(D):
+        turn = cmath.exp(1j * pos.freqs[d].item() * (i - j))
+        product = z[i, :K] * w[j, :K].conj() * turn
+        logit += (pos.cos_coef[1, d].double() * product.real).sum()
+    found = pos.scores(q.float(), k.float())[0, 1, i, j].item()
+    assert found == pytest.approx(logit.item() / math.sqrt(16), rel=1e-4)
+
+
+def test_without_noise_all_readings_of_fope_are_one():
+    q, k, _ = draw_qkv(70)
+    plain = make_embedding(sigma=0.0).scores(q, k)
+    for name in ("fope_shared", "fope_relative"):
+        torch.testing.assert_close(make_embedding(name, sigma=0.0).scores(q, k), plain)
+
+
+def test_one_draw_for_cos_and_sin():
+    pos, plain = make_embedding("fope_shared"), make_embedding("fope")
+    assert torch.equal(pos.cos_coef, pos.sin_coef) and torch.equal(pos.sin_coef, plain.sin_coef)
+    assert not torch.equal(plain.cos_coef, plain.sin_coef)
 
 
 # --- YaRN and position interpolation

@@ -27,7 +27,9 @@ VARIANTS = [
     ("fope", {"variant": "paper"}),
     ("fope", {"n_freq": 12}),
     ("fope", {"floor": False}),
+    ("fope", {"floor": 80}),
     ("fope", {"scaling": YARN}),
+    ("fope_relative", {"variant": "paper", "n_freq": 12}),
     ("rope", {"scaling": YARN}),
 ]
 CASES = [pytest.param(name, {}, id=name) for name in POSITION_EMBEDDINGS]
@@ -54,7 +56,7 @@ def test_fused_attention_has_the_gradients_of_the_scores(name, kwargs):
     torch.testing.assert_close(fused, explicit, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nope", "alibi", "rope", "rope_a", "kerple"])
+@pytest.mark.parametrize("name", ["nope", "alibi", "rope", "rope_a", "kerple", "fope_relative"])
 def test_scores_depend_on_distance_only(name):
     """The same content at every position: then score(i, j) may only depend on i - j."""
     q, k, _ = draw_qkv(1)
@@ -250,6 +252,13 @@ def test_zero_frequency_dimensions_ignore_position(variant, gain):
     torch.testing.assert_close(pos.scores(q * keep, k), gain * plain, atol=1e-5, rtol=1e-4)
 
 
+def test_floor_of_another_length():
+    """floor=80 keeps what completes a cycle in 80 tokens, whatever the training length."""
+    pos = make_embedding(floor=80)
+    assert torch.equal(pos.freqs, make_embedding(train_len=80).freqs)
+    assert pos.train_len == 40 and len(pos.freqs) > len(make_embedding().freqs)
+
+
 def test_floor_belongs_to_the_training_length():
     """How long the text is, or was before, must not change what happens to its beginning."""
     pos, (q, k, _) = make_embedding(), draw_qkv(640)
@@ -389,7 +398,7 @@ def test_sigma_of_coefficients_that_are_all_kept_cannot_change():
         ({"train_len": 6}, "train_len 6"),
         ({"head_dim": 15}, "must be even"),
         ({"head_dim": 2}, "head_dim 2"),
-        ({"floor": "False"}, "true or false"),
+        ({"floor": "False"}, "true, false or"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
