@@ -151,7 +151,8 @@ class TokenData:
         for path in paths:
             if not path.exists():
                 raise FileNotFoundError(f"the shard {path} is missing")
-        self.folder, self.shards = folder, [read_shard(path) for path in paths]
+        self.folder, self.paths = folder, paths
+        self.shards = [read_shard(path) for path in paths]
         damage = None
         if common.rank() == 0:  # for all; the others wait
             try:
@@ -178,12 +179,20 @@ class TokenData:
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, dtype=np.int64)
 
     def tokenizer_id(self):
-        """What must agree between two data folders for their tokens to mean the same."""
-        sha256 = self.meta.get("tokenizer_sha256", "")[:16]
-        return f"{self.meta['tokenizer']} {sha256}".strip()
+        return tokenizer_id(self.meta)
+
+    def sha256(self):
+        """The first digits of each shard's, as meta.json has them; none for shards without it."""
+        names = [path.name for path in self.paths]
+        return [s["sha256"][:16] for s in self.meta.get("shards", []) if s["name"] in names]
 
     def tokenizer(self):
         return load_tokenizer(self.tokenizer_id(), self.folder)
+
+
+def tokenizer_id(meta):
+    """What must agree between two data folders for their tokens to mean the same."""
+    return f"{meta['tokenizer']} {meta.get('tokenizer_sha256', '')[:16]}".strip()
 
 
 def check_content(folder, paths, listed, vocab_size):

@@ -89,7 +89,8 @@ def main(argv=None):
 
     log = read_log(args.checkpoint)
     curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in log]
-    extra = {"data": str(data.folder), "step": state["step"], "curve": curve}
+    extra = {"data": str(data.folder), "data_sha256": data.sha256()}
+    extra |= {"step": state["step"], "curve": curve}
     extra["loss_by_position"] = by_position
     evaluation.evaluate_lengths(args, "perplexity", evaluate, model, metadata, **extra)
 

@@ -5,6 +5,7 @@ Text to token shards.
     python prepare_data.py --source c4 --shards 0-66 --tokenizer gpt2 --out data/c4  10B tokens
     python prepare_data.py --source gutenberg --shards 0-2 --out data/books          5B, of books
     python prepare_data.py --source books/ more.jsonl.gz --out data/mine             your own
+    python prepare_data.py --source new/ --tokenizer data/mine --out data/new        its vocabulary
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
 .gz (one JSON object with a "text" a line), and folders of these. The hub's files are downloaded
@@ -27,7 +28,14 @@ from tqdm import tqdm
 
 import common
 from common import number, positive_int
-from data import BPE_PATTERN, check_tokenizer_name, load_tokenizer, write_shard
+from data import (
+    BPE_PATTERN,
+    check_tokenizer_name,
+    load_tokenizer,
+    read_meta,
+    tokenizer_id,
+    write_shard,
+)
 from documents import HUB, expand, find_sources, labelled_documents
 
 # --- the tokenizer bpe:N
@@ -191,12 +199,18 @@ def parse_args(argv):
     add("--val_frac", type=share, default=0.05, help="of the documents (c4 has its own file)")
     add("--val_source", nargs="+", metavar="S", help="validation from these alone")
     # what to write
-    add("--tokenizer", default="gpt2", help="gpt2, byte, or bpe:N, trained on the training text")
+    known = "gpt2, byte, bpe:N, trained on the training text, or a data folder that has one"
+    add("--tokenizer", default="gpt2", help=known)
     add("--out", required=True, help="folder for the shards, for example data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     add("--workers", type=positive_int, default=os.cpu_count(), help="threads that tokenize")
     args = parser.parse_args(argv)
-    check_tokenizer_name(args.tokenizer)
+    args.tokenizer_folder = Path(args.tokenizer)
+    if args.tokenizer not in ("gpt2", "byte") and args.tokenizer_folder.is_dir():
+        args.tokenizer = tokenizer_id(read_meta(args.tokenizer_folder))
+    else:
+        args.tokenizer_folder = None
+        check_tokenizer_name(args.tokenizer)
     if args.val_source and args.val_frac != parser.get_default("val_frac"):
         raise ValueError("--val_frac has no meaning where --val_source is given")
     if args.source[0] not in HUB and args.shards != parser.get_default("shards"):
@@ -238,7 +252,8 @@ def main(argv=None):
     out = Path(args.out)
 
     # what an earlier, equal command has done
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "workers")}
+    no_setting = ("out", "workers", "tokenizer_folder")
+    settings = {k: v for k, v in vars(args).items() if k not in no_setting}
     named = {"sotu", *HUB}
     if local := expand([s for s in (*args.source, *(args.val_source or [])) if s not in named]):
         sizes = [(str(path), path.stat().st_size) for path in local]
@@ -252,7 +267,10 @@ def main(argv=None):
     sources = find_sources(args)
     out.mkdir(parents=True, exist_ok=True)
     is_bpe, ranks = args.tokenizer.startswith("bpe:"), out / "tokenizer.tiktoken"
-    if is_bpe and not (progress["shards"] and ranks.exists()):
+    if is_bpe and args.tokenizer_folder:
+        content = (args.tokenizer_folder / ranks.name).read_bytes()
+        common.write_atomically(ranks, lambda f: f.write(content))
+    elif is_bpe and not (progress["shards"] and ranks.exists()):
         print(f"training the tokenizer {args.tokenizer}")
         train_bpe(training_texts(sources), int(args.tokenizer[4:]), ranks)
     encoding = load_tokenizer(args.tokenizer, out)
@@ -267,7 +285,7 @@ def main(argv=None):
     documents = {s: sum(x["documents"] for x in writer.shards) for s, writer in writers.items()}
     meta = {
         "source": args.source,
-        "tokenizer": args.tokenizer,
+        "tokenizer": args.tokenizer.partition(" ")[0],
         "vocab_size": encoding.n_vocab,
         "eot": encoding.eot_token,
         **{f"{split}_tokens": writer.tokens for split, writer in writers.items()},

@@ -186,6 +186,28 @@ def test_a_lost_or_damaged_shard_is_made_again(tmp_path, harm):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+def test_one_vocabulary_serves_several_folders(data_folder, tmp_path):
+    """--tokenizer FOLDER: the same ids, and a run trained on one can be read on the other."""
+    text = write_text(tmp_path / "text")
+    argv = ["--source", text, "--tokenizer", data_folder, "--val_frac", 1]
+    other = TokenData(prepare(tmp_path / "other", *argv), "val")
+    prepare(tmp_path / "other", *argv)  # nothing to do
+    own = TokenData(data_folder, "train")
+    assert other.tokenizer_id() == own.tokenizer_id() and " " in own.tokenizer_id()
+    eot = other.meta["eot"]
+    decoded = other.tokenizer().decode([t for t in read_all(other).tolist() if t != eot])
+    written = "".join(path.read_text() for path in sorted(text.iterdir()))
+    assert "".join(decoded.split()) == "".join(written.split())
+    assert other.sha256() == [other.meta["shards"][0]["sha256"][:16]]
+    for folder, words in ((tmp_path, "meta.json"), ("nowhere", "unknown tokenizer")):
+        argv = ["--source", text, "--tokenizer", folder, "--out", tmp_path / "x"]
+        refuses(prepare_data.main, argv, words)
+    shutil.copytree(data_folder, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.tiktoken").unlink()
+    argv = ["--source", text, "--tokenizer", tmp_path / "broken", "--out", tmp_path / "y"]
+    refuses(prepare_data.main, argv, "tokenizer.tiktoken")
+
+
 def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "BPE_TRAINING_CHARS", 5000)
     lines = json_lines(tmp_path / "a.jsonl.gz", ["x" * 1000] * 8)
