@@ -1,11 +1,12 @@
 """
-The paper's figures and tables as data, and the one job runner that makes them.
+The paper's figures and tables, which figures.py lists: train, evaluate, draw.
 
     python paper.py --list
     python paper.py figure1                              the demo: tiny models on a CPU, one seed
     python paper.py figure1 --seeds 3                    with a spread
     python paper.py figure6a --size 20M --tokens 1000000000 --device cuda
     python paper.py figure1 --size 60M --dry-run         models, tokens, disk and hours before it
+    python paper.py --primary --results results          the comparisons that carry the claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
 what was cut off is resumed; Ctrl-C saves all that runs. Tiny models run side by side, one a core.
@@ -17,153 +18,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 import common
 import plot
+import tables
 from common import number, positive_int
 from eval_perplexity import window_loss
-from fope import POSITION_EMBEDDINGS, above_floor, rope_freqs
+from figures import DATA, EVALUATIONS, FIGURES, PRIMARY, SETTINGS
+from fope import above_floor, rope_freqs
 from jobs import ROOT, Job, n_cores, run_jobs
 from model import GPT, GPTConfig
 from train import RECIPES, SIZE_OF, accumulate_gradients
-
-# --- the figures and tables
-
-
-@dataclass
-class Model:
-    """One line of a figure: a model that is trained, or one that is evaluated once more."""
-
-    name: str  # of its folder, which ends in _sSEED
-    label: str | None = None  # in figures; None: its embedding's name
-    # of train.py; {D2} is twice the number of frequencies above the floor
-    flags: str = ""
-    init_from: str | None = None  # the model that it goes on from, at twice the length
-    # with these flags init_from is evaluated once more, and nothing is trained
-    eval_flags: str = ""
-    shown: bool = True  # false: it is only there for others to start from
-
-
-@dataclass
-class Figure:
-    title: str
-    models: tuple
-    kinds: tuple = ("text",)  # of models: what takes longest first
-    measure: str = "perplexity"
-    trained_on: str = ""  # a data folder, if not that of the kind
-    corpora: dict = field(default_factory=dict)  # read on several: {label: data folder}
-    depth: bool = False  # draw passkeys by depth, too
-    tiny_only: bool = False  # its flags are for the tiny size
-
-
-def plain(*names, **kwargs):
-    return tuple(Model(name, None, f"--pos {name}", **kwargs) for name in names)
-
-
-def fope(name, label, pos_args):
-    return Model(f"fope_{name}", f"FoPE, {label}", f"--pos fope --pos_args {pos_args}")
-
-
-def shape(name, label, flags):
-    """RoPE and FoPE in another shape of model."""
-    pair = (("rope", "RoPE"), ("fope", "FoPE"))
-    return [Model(f"{pos}_{name}", f"{p}, {label}", f"--pos {pos} {flags}") for pos, p in pair]
-
-
-def again(init_from, name, label, eval_flags):
-    return Model(f"{init_from}_{name}", label, "", init_from, eval_flags)
-
-
-FOUR, PAIR, BOTH = (
-    plain("nope", "alibi", "rope", "fope"),
-    plain("rope", "fope"),
-    ("passkey", "text"),
-)
-CF, FS = fope("cf", "CF alone", "sigma=0"), fope("fs", "FS alone", "floor=false")
-
-FIGURE4 = (
-    *plain("rope", "fope", shown=False),
-    Model("rope_rope", "RoPE to RoPE", "", "rope"),
-    Model("rope_yarn", "RoPE to RoPE + YaRN", "--yarn_scale 2", "rope"),
-    Model("rope_fope", "RoPE to FoPE", "--pos fope", "rope"),
-    Model("fope_fope", "FoPE to FoPE", "", "fope"),
-    Model("fope_yarn", "FoPE to FoPE + YaRN", "--yarn_scale 2", "fope"),
-)
-WARM = "--yarn_scale 4 --yarn_temperature"
-UNTRAINED = (
-    *PAIR,
-    again("rope", "yarn4", "RoPE, YaRN x4", "--yarn_scale 4"),
-    again("rope", "yarn16", "RoPE, YaRN x16", "--yarn_scale 16"),
-    again("rope", "warm", "RoPE, YaRN x4, temperature", WARM),
-    again("rope", "pi4", "RoPE, interpolation x4", "--pi_scale 4"),
-    again("fope", "yarn4", "FoPE, YaRN x4", "--yarn_scale 4"),
-    again("fope", "yarn16", "FoPE, YaRN x16", "--yarn_scale 16"),
-)
-SHAPES = (
-    *PAIR,
-    *shape("4x32", "4 layers, 4 x 32", "--n_head 4"),
-    *shape("1x128", "4 layers, 1 x 128", "--n_head 1"),
-    *shape("2layers", "2 layers, 3 x 64", "--n_layer 2 --n_head 3 --n_embd 192"),
-    *shape("7layers", "7 layers, 2 x 48", "--n_layer 7 --n_head 2 --n_embd 96"),
-)
-SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
-DS = [fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}") for n in (2, 4)]
-LETTER = "variant=paper sigma"
-EQUATIONS = [fope(f"paper{s}", f"equations, sigma {s}", f"{LETTER}={s}") for s in (0, 0.1, 0.3)]
-TABLE2 = plain("rope", "rope_a", "nope", "fope")
-TABLE2 += tuple(replace(m, name=f"{m.name}_qk", flags=f"{m.flags} --qk_norm") for m in TABLE2)
-BOOKS_AND_C4 = {"on books": "books", "on C4": "c4"}
-
-FIGURES = {
-    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
-    "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", plain(*POSITION_EMBEDDINGS), BOTH),
-    "figure4": Figure("trained on at twice the length: YaRN and FoPE", FIGURE4, BOTH),
-    "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
-    "figure5": Figure("from books to C4", FOUR, trained_on="books", corpora=BOOKS_AND_C4),
-    "figure6a": Figure("the two halves of FoPE, the floor and the series", (*PAIR, CF, FS)),
-    "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
-    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS)),
-    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
-    "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
-    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
-}
-
-
-@dataclass
-class Setting:
-    """What a kind of model is trained and evaluated with, beyond its preset in train.py."""
-
-    preset: str
-    data: str  # folder of its text, under data/
-    amount: int  # validation tokens, or passkeys for each length
-    tokens: int | None = None  # to train on; None: the preset's
-
-
-TINY = {
-    "text": Setting("tiny", "bytes", 81_921),
-    "passkey": Setting("tiny_passkey", "bpe", 100),
-}
-QUICK = {  # the same path with next to no training
-    "text": Setting("tiny", "bytes", 16_400, tokens=30_000),
-    "passkey": Setting("tiny_passkey", "bpe", 16, tokens=30_000),
-}
-SETTINGS = {"tiny": TINY, "quick": QUICK}
-for size in ("20M", "60M", "180M", "1.2B"):
-    SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
-
-EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "--trials")}
-
-# Tiny models' data is made here; that of the others takes hours and a disk.
-DATA = {
-    "bytes": "--source sotu --tokenizer byte",
-    "bpe": "--source sotu --tokenizer bpe:2048",
-    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer byte",
-    "c4": "--source c4 --max_tokens 1000000 --tokenizer byte",
-}
 
 # --- from a figure to jobs
 
@@ -188,10 +56,10 @@ def recipe_config(preset, **more):
     return GPTConfig.preset(size, train_len=RECIPES[preset]["train_len"], **more)
 
 
-def trained_tokens(model, setting, args):
+def trained_tokens(figure, model, setting, args):
     tokens = args.tokens or setting.tokens or RECIPES[setting.preset]["tokens"]
     continued = model.init_from and not model.eval_flags
-    return tokens // 4 if continued else tokens
+    return int(tokens * figure.share) if continued else tokens
 
 
 def train_command(figure, model, kind, seed, args):
@@ -199,34 +67,36 @@ def train_command(figure, model, kind, seed, args):
     run = run_folder(figure, kind, model.name, seed, args)
     data = data_folder(figure.trained_on or setting.data, args)
     command = ["train.py", "--data", data, "--out", run, "--seed", seed, "--device", args.device]
-    command += ["--tokens", trained_tokens(model, setting, args)]
+    command += ["--tokens", trained_tokens(figure, model, setting, args)]
     config = recipe_config(setting.preset)
-    if model.init_from:  # a quarter of the tokens, at twice the length
+    if model.init_from:
         start = run_folder(figure, kind, model.init_from, seed, args)
         command += ["--init_from", start, "--train_len", 2 * config.train_len]
+        command += ["--batch_size", setting.continued_batch]
     else:
         command += ["--preset", setting.preset]
     K = len(above_floor(rope_freqs(config.head_dim), config.train_len))
-    command += model.flags.format(D2=2 * K, D4=4 * K).split()
+    floor = f"--pos_args floor={2 * config.train_len}"
+    command += model.flags.format(D2=2 * K, D4=4 * K, D8=8 * K, floor=floor).split()
     return command + ["--compile"] * (args.device != "cpu")
 
 
 def eval_commands(figure, model, kind, seed, args):
     """[(words of the command, the result it writes), ...]: on each corpus of the figure."""
     script, amount = EVALUATIONS[kind]
+    setting = SETTINGS[args.size][kind]
+    train_len = RECIPES[setting.preset]["train_len"]
+    lengths = ",".join(str(train_len * multiple) for multiple in figure.read_at)
     evaluated = model.init_from if model.eval_flags else model.name
     run = run_folder(figure, kind, evaluated, seed, args)
     commands = []
-    for corpus, folder in (figure.corpora or {"": ""}).items():
-        tags = [script, model.name if model.eval_flags else "", folder]
+    for corpus in figure.corpora:
+        tags = [script, model.name if model.eval_flags else "", corpus]
         result = run / f"{'_'.join(tag for tag in tags if tag)}.json"
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
-        command += [amount, SETTINGS[args.size][kind].amount, *model.eval_flags.split()]
-        label = model.label
-        if corpus:
-            command += ["--data", data_folder(folder, args)]
-            label = f"{label or plot.STYLES[model.name][0]} {corpus}"
-        command += ["--label", label] if label else []
+        command += ["--lengths", lengths, amount, setting.amount, *model.eval_flags.split()]
+        command += ["--data", data_folder(corpus, args)] if corpus else []
+        command += ["--label", model.label] if model.label else []
         commands.append((command, result))
     return commands
 
@@ -245,7 +115,7 @@ def make_job(figure, model, kind, seed, args):
     commands += [command for command, _ in evaluations]
     results = [result for _, result in evaluations]
     setting = SETTINGS[args.size][kind]
-    tokens = trained_tokens(model, setting, args)
+    tokens = trained_tokens(figure, model, setting, args)
     return Job(name, commands, results, tokens, needs, setting.preset, trains, model.shown)
 
 
@@ -262,7 +132,7 @@ def prepare_data(figure, args):
     """Make the tiny models' data; of the others' say what is missing."""
     names = {SETTINGS[args.size][kind].data for kind in figure.kinds}
     if figure.trained_on:
-        names = {figure.trained_on, *figure.corpora.values()}
+        names = {figure.trained_on, *figure.corpora}
     for name in sorted(names):
         folder = data_folder(name, args)
         if (folder / "meta.json").exists():
@@ -348,7 +218,14 @@ def main(argv=None):
     add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
     common.add_device_flag(parser)
+    add("--primary", action="store_true", help="compare what was named beforehand, in --results")
     args = parser.parse_args(argv)
+    if args.primary:
+        folder = args.results or ROOT / "results"
+        rows = tables.compare(PRIMARY, folder)
+        common.write_json(folder / "primary.json", rows)
+        print(tables.primary_table(rows))
+        return
     if args.list or not args.figure:
         for name, figure in FIGURES.items():
             print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
@@ -382,11 +259,14 @@ def main(argv=None):
     result = (args.results or args.out) / f"{name}{suffix}.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     common.write_json(result, gathered)
-    results = plot.load_results([result])
-    figures = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth)
-    print(plot.markdown_table(results, figure.measure))
+    if name == "rates":  # one length is no figure
+        print(tables.rates_table(gathered))
+        return
+    results = tables.load_results([result])
+    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth)
+    print(tables.markdown_table(results, figure.measure))
     minutes, seconds = divmod(round(time.time() - start), 60)
-    print(f"\nthe figure: {', '.join(figures)}, the results: {result} ({minutes} min {seconds} s)")
+    print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")
 
 
 if __name__ == "__main__":

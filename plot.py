@@ -11,120 +11,40 @@ standard deviation.
 """
 
 import itertools
-import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
 import matplotlib.ticker
 import numpy as np
 
-from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
+from common import ArgumentParser, one_sentence_errors, write_atomically
+from tables import (
+    NAMES,
+    common_lengths,
+    fill_tables,
+    load_results,
+    markdown_table,
+    part_of_key,
+    seed_stats,
+    unit_of,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours stay apart for colour-blind readers; the markers stay apart in grey.
 STYLES = {
-    "nope": ("NoPE", "#666666", "s"),
-    "alibi": ("ALiBi", "#E69F00", "^"),
-    "rope": ("RoPE", "#0072B2", "o"),
-    "fope": ("FoPE", "#D55E00", "D"),
-    "kerple": ("KERPLE", "#009E73", "v"),
-    "fire": ("FIRE", "#CC79A7", "P"),
-    "rope_a": ("RoPE-A", "#56B4E9", "X"),
+    "nope": ("#666666", "s"),
+    "alibi": ("#E69F00", "^"),
+    "rope": ("#0072B2", "o"),
+    "fope": ("#D55E00", "D"),
+    "kerple": ("#009E73", "v"),
+    "fire": ("#CC79A7", "P"),
+    "rope_a": ("#56B4E9", "X"),
 }
 MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000", "*")]
 MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's
-
-MEASURES = {"perplexity": ("loss", "perplexity"), "passkey": ("accuracy", "token_accuracy")}
-
-# --- reading
-
-
-def load_results(paths):
-    """
-    {kind: {label: [result of one seed, ...]}} in the order of STYLES. ValueError for what is no
-    result, and for results that do not belong into one figure.
-    """
-    by_kind = {kind: defaultdict(list) for kind in MEASURES}
-    for path in paths:
-        content = read_json(path, kind=dict | list)
-        for result in content if isinstance(content, list) else [content]:
-            check_result(result, path)
-            same = by_kind[result["kind"]][label_of(result)]
-            if result["seed"] in [r["seed"] for r in same]:
-                what = f"a second result of {label_of(result)} with seed {result['seed']}"
-                raise ValueError(f"{path} has {what}; tell them apart by --label")
-            same.append(result)
-    every = {kind: [r for rs in labels.values() for r in rs] for kind, labels in by_kind.items()}
-    if len(train_lens := {r["train_len"] for rs in every.values() for r in rs}) > 1:
-        raise ValueError(f"these results have several training lengths: {sorted(train_lens)}")
-    for kind, results in every.items():
-        if results and not common_lengths(results):
-            raise ValueError(f"these {kind} results have no length in common")
-    if len({unit_of([r]) for r in every["perplexity"]}) > 1:
-        raise ValueError("losses per byte and losses per token cannot be compared")
-    order = [*STYLES, *(r["pos"] for results in every.values() for r in results)]
-    for kind, labels in by_kind.items():
-        ranks = {label: (order.index(rs[0]["pos"]), label) for label, rs in labels.items()}
-        by_kind[kind] = {label: labels[label] for label in sorted(labels, key=ranks.get)}
-    return by_kind
-
-
-def check_result(result, path):
-    """Refuse what is no evaluation; its lengths become numbers."""
-    try:
-        result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
-        names = MEASURES[result["kind"]]
-        numbers = [row[name] for row in result["lengths"].values() for name in names]
-        numbers += [result["seed"], result["train_len"]]
-        ok = all(isinstance(x, int | float) for x in numbers) and result["train_len"] > 0
-        ok = ok and isinstance(label_of(result), str)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        ok = False
-    if not ok:
-        raise ValueError(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
-    if label_of(result).startswith("_"):
-        raise ValueError(f"{path} has the label {label_of(result)}; matplotlib hides such names")
-
-
-def label_of(result):
-    """The --label, or else the embedding with what is special about it."""
-    if result.get("label"):
-        return result["label"]
-    name = STYLES[result["pos"]][0] if result["pos"] in STYLES else result["pos"]
-    if result.get("model", {}).get("qk_norm"):
-        name += " + QK-norm"
-    changes = [f"{k}={v}" for k, v in result.get("pos_args", {}).items()]
-    if scaling := result.get("rope_scaling"):
-        changes.append(f"{scaling['kind']} x{scaling['factor']:g}")
-    return f"{name} ({', '.join(changes)})" if changes else name
-
-
-def unit_of(results):
-    return "byte" if results[0].get("tokenizer") == "byte" else "token"
-
-
-def part_of_key(results):
-    """What a token of a passkey is: our own tokenizers split numbers into digits, others do not."""
-    digits = results[0].get("tokenizer", "").startswith(("byte", "bpe"))
-    return "digits" if digits else "tokens"
-
-
-def common_lengths(results):
-    return sorted(set.intersection(*(set(r["lengths"]) for r in results)))
-
-
-def seed_stats(results, name):
-    """(lengths, mean, std, n) of one number, over the seeds, at the lengths that all have."""
-    lengths = common_lengths(results)
-    rows = [[r["lengths"][length][name] for length in lengths] for r in results]
-    values = np.array(rows, dtype=float)  # (seeds, lengths)
-    std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(lengths))
-    return lengths, values.mean(axis=0), std, len(values)
-
 
 # --- figures
 
@@ -135,7 +55,7 @@ def styles(labels):
     for everything else: one for the same change to two embeddings ("RoPE, YaRN x4" and "FoPE, YaRN
     x4"), the second dashed.
     """
-    fixed = {name: {"color": colour, "marker": marker} for name, colour, marker in STYLES.values()}
+    fixed = {NAMES[pos]: {"color": colour, "marker": m} for pos, (colour, m) in STYLES.items()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
@@ -170,11 +90,12 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
-def perplexity_panel(ax, by_label, measure, style, note):
+def perplexity_panel(ax, by_label, measure, kind, style, note):
     draw_lines(ax, by_label, measure, style)
     name = "loss in nats" if measure == "loss" else measure
     ax.set_ylabel(f"{name} per {unit_of(next(iter(by_label.values())))} (lower is better)")
-    ax.set_title(f"{measure.capitalize()} ({note})", fontsize=11)
+    title = kind.replace("perplexity", measure).capitalize()
+    ax.set_title(f"{title} ({note})", fontsize=11)
     low, high = ax.get_ylim()
     if high > 4 * max(low, 1):
         ax.set_yscale("log")
@@ -205,10 +126,10 @@ def figure_length(results, measure="perplexity"):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
         note = f"mean of {seeds} seeds, band: std" if seeds > 1 else "one seed"
-        if kind == "perplexity":
-            perplexity_panel(ax, by_label, measure, style, note)
-        else:
+        if kind == "passkey":
             passkey_panel(ax, by_label, style, note)
+        else:
+            perplexity_panel(ax, by_label, measure, kind, style, note)
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
@@ -257,83 +178,6 @@ def draw(results, out, measure="perplexity", depth=False):
         fig.savefig(f"{name}.png", dpi=160)
         plt.close(fig)
     return [f"{name}.png" for name in figures]
-
-
-# --- tables
-
-ROWS = {  # title, name in the json, factor, digits
-    "perplexity": [("perplexity per {unit}", "perplexity", 1, 2)],
-    "loss": [("loss in nats per {unit}", "loss", 1, 2)],
-    "passkey": [
-        ("whole passkeys, %", "accuracy", 100, 0),
-        ("passkey {part}, %", "token_accuracy", 100, 0),
-    ],
-}
-
-
-def markdown_table(results, measure="perplexity"):
-    """Perplexity (or loss), whole keys and digits by length, mean (± std over several seeds)."""
-    lines = []
-    for kind, by_label in results.items():
-        for title, name, factor, digits in ROWS[measure if kind == "perplexity" else kind]:
-            if not by_label:
-                continue
-            every = [r for rs in by_label.values() for r in rs]
-            title = title.format(unit=unit_of(every), part=part_of_key(every))
-            lengths, train_len = common_lengths(every), every[0]["train_len"]
-            multiples = [f"{n} ({n / train_len:g}x)" for n in lengths]
-            lines += ["| " + " | ".join([title, "seeds", *multiples]) + " |"]
-            lines += ["|---|--:|" + "--:|" * len(lengths)]
-            for label, rs in by_label.items():
-                own_lengths, mean, std, n_seeds = seed_stats(rs, name)
-                cells = []
-                for i in map(own_lengths.index, lengths):
-                    spread = f" ± {factor * std[i]:.{digits}f}" if n_seeds > 1 else ""
-                    cells.append(f"{factor * mean[i]:.{digits}f}{spread}")
-                lines.append("| " + " | ".join([label, str(n_seeds), *cells]) + " |")
-            lines.append("")
-    return "\n".join(lines).strip()
-
-
-def bench_table(result):
-    """A result of experiments/bench.py: speed and memory of each embedding."""
-    summary = result["summary"]
-    references = [name for name in ("nope", "rope") if name in summary]
-    ratios = [f"to {name}" for name in references]
-    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
-    columns = [title, "training, tokens/s", *ratios, "GB"]
-    columns += [f"reading {result['eval_len']}, tokens/s", *ratios, "GB"]
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
-    for pos, row in summary.items():
-        cells = [pos]
-        for what in ("train", "eval"):
-            cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
-            cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def table_of(name, options, folder):
-    """The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json."""
-    path, options = Path(folder) / f"{name}.json", options.split()
-    if name.startswith("bench"):
-        return bench_table(read_json(path))
-    results = load_results([path])
-    for option in options:
-        key, _, value = option.partition("=")
-        if key == "seed":
-            for by_label in results.values():
-                for label, rs in by_label.items():
-                    by_label[label] = [r for r in rs if r["seed"] == int(value)]
-        elif key == "kind":
-            results = {value: results[value]}
-    return markdown_table(results, "loss" if "loss" in options else "perplexity")
-
-
-def fill_tables(text, folder):
-    """`text` with the table between each <!-- table ... --> and <!-- end table --> made anew."""
-    mark = re.compile(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", re.S)
-    return mark.sub(lambda m: f"{m[1]}{table_of(m[2], m[3], folder)}\n{m[4]}", text)
 
 
 def main(argv=None):

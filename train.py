@@ -40,8 +40,8 @@ from model import GPT, SIZES, GPTConfig
 # What --preset decides where no flag does.
 PAPER = dict(train_len=512, tokens=10_000_000_000, batch_size=1024, grad_accum=16, lr=6e-4)
 # A tiny model with a tiny budget learns more from many small steps.
-TINY = dict(train_len=128, tokens=614_400, batch_size=8, grad_accum=1, lr=2e-3, eval_tokens=8192)
-COPY = dict(passkey_frac=1.0, tokens=1_280_000, batch_size=4, lr=1e-3, eval_tokens=4096)
+TINY = dict(train_len=128, tokens=512_000, batch_size=8, grad_accum=1, lr=2e-3, eval_tokens=8192)
+COPY = dict(passkey_frac=1.0, tokens=1_024_000, batch_size=4, lr=1e-3, eval_tokens=4096)
 RECIPES = {size: PAPER for size in SIZES} | {"tiny": TINY, "tiny_passkey": TINY | COPY}
 EVERY_RECIPE = dict(passkey_frac=0.0, eval_tokens=65536)
 SHAPE = ("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std")  # flags of the model

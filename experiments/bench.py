@@ -28,7 +28,7 @@ import common
 from eval_perplexity import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT, SIZES, GPTConfig
-from plot import bench_table
+from tables import bench_table
 
 
 class Workload:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import bench
 
-import plot
+import tables
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_bench_measures_and_shows(tmp_path, capsys):
     assert result["summary"]["nope"]["to_nope"]["eval"] == 1
     assert 0.1e9 < row["eval_bytes"] <= 1.5 * row["train_bytes"] < 6e9
     shown = capsys.readouterr().out
-    assert plot.bench_table(result) in shown and result["hardware"] in shown
+    assert tables.bench_table(result) in shown and result["hardware"] in shown
 
 
 def test_medians_are_of_ratios_within_a_round():
@@ -41,7 +41,7 @@ def test_medians_are_of_ratios_within_a_round():
     expected = {"train": 2.0, "eval": 2.0, "train_bytes": 2e9, "eval_bytes": 2e9}
     assert summary["fope"] == {**expected, "to_nope": to_nope}
     result = dict(preset="tiny", train_len=16, batch_size=1, eval_len=64, summary=summary)
-    lines = plot.bench_table(result).split("\n")
+    lines = tables.bench_table(result).split("\n")
     head = "| tiny, T = 16, batch 1 | training, tokens/s | to nope | GB |"
     assert lines[0] == f"{head} reading 64, tokens/s | to nope | GB |"
     assert lines[1].count("|") == lines[0].count("|")

@@ -6,6 +6,7 @@ import matplotlib.image
 from conftest import refuses
 
 import plot
+import tables
 
 
 def result_file(folder, kind, pos, seed, value):
@@ -62,7 +63,7 @@ def test_a_gathered_file_is_read_as_its_parts(tmp_path, capsys):
     files = [result_file(tmp_path, "passkey", "rope", seed, 0.5) for seed in range(3)]
     gathered = tmp_path / "gathered.json"
     gathered.write_text(json.dumps([json.loads(path.read_text()) for path in files]))
-    assert plot.load_results([gathered]) == plot.load_results(files)
+    assert tables.load_results([gathered]) == tables.load_results(files)
     plot.main([str(gathered)])
     assert (tmp_path / "gathered.png").exists() and "| RoPE | 3 | 50 ± 0" in capsys.readouterr().out
 
@@ -73,12 +74,12 @@ def test_tables_of_a_text_are_made_anew(tmp_path):
     both = [json.loads(path.read_text()) for path in files]
     (tmp_path / "fig.json").write_text(json.dumps(both))
     text = "before\n<!-- table fig{} -->\nold\n<!-- end table -->\nafter\n"
-    whole = plot.fill_tables(text.format(""), tmp_path)
+    whole = tables.fill_tables(text.format(""), tmp_path)
     assert "| RoPE | 2 | 60.00 ± 28.28 |" in whole and "| RoPE | 1 | 50 |" in whole
     assert whole.startswith("before\n<!-- table fig -->\n|") and whole.endswith("-->\nafter\n")
-    one = plot.fill_tables(text.format(" kind=perplexity seed=1"), tmp_path)
+    one = tables.fill_tables(text.format(" kind=perplexity seed=1"), tmp_path)
     assert "| RoPE | 1 | 80.00 | 80.00 |" in one and "passkey" not in one
-    assert "| RoPE | 2 | 3.00 ± 0.00 |" in plot.fill_tables(text.format(" loss"), tmp_path)
+    assert "| RoPE | 2 | 3.00 ± 0.00 |" in tables.fill_tables(text.format(" loss"), tmp_path)
 
 
 def test_labels_and_loss(tmp_path, capsys):

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-import plot
+import tables
 
 TEXTS = ["README.md", "results/README.md", "assignments/README.md"]
 
@@ -28,7 +28,7 @@ def test_links_to_lines_show_the_code_they_quote():
 def test_tables_are_those_of_the_committed_results(text):
     assert "<!-- table " in read(text)
     how = "python plot.py --tables README.md results/README.md"
-    assert plot.fill_tables(read(text), ROOT / "results") == read(text), f"run {how}"
+    assert tables.fill_tables(read(text), ROOT / "results") == read(text), f"run {how}"
 
 
 def test_every_gathered_result_is_in_the_report():
@@ -39,8 +39,8 @@ def test_every_gathered_result_is_in_the_report():
 
 def test_the_headline_is_the_reports():
     """RoPE's and FoPE's mean perplexity at 16x, as the first paragraph has them."""
-    results = plot.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
-    ends = [plot.seed_stats(results[label], "perplexity")[1][-1] for label in ("RoPE", "FoPE")]
+    results = tables.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
+    ends = [tables.seed_stats(results[label], "perplexity")[1][-1] for label in ("RoPE", "FoPE")]
     sentence = f"RoPE ends at a perplexity of {ends[0]:.1f}, FoPE at {ends[1]:.1f} ("
     assert sentence in " ".join(read("README.md").split("![")[0].split())
 

