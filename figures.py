@@ -34,7 +34,6 @@ class Figure:
     measure: str = "perplexity"
     trained_on: str = ""  # a data folder, if not that of the kind
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
-    read_at: tuple = (1, 2, 4, 8, 16)  # multiples of the first training length
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw passkeys by depth, too
     tiny_only: bool = False  # its flags are for the tiny size
@@ -132,22 +131,38 @@ READINGS = (
         "fope_relative", "FoPE, series on the score", "--pos fope_relative --pos_args sigma=0.4243"
     ),
 )
-RATES = tuple(
-    replace(
-        m, name=f"{m.name}_lr{r}", label=f"{NAMES[m.name]}, {r}e-3", flags=f"{m.flags} --lr {r}e-3"
-    )
-    for m in SEVEN
-    for r in (1, 2, 4)
-)
+
+
+def at_rates(models, *rates):
+    """The models with their preset's learning rate, and with others."""
+    changed = [
+        replace(
+            m, name=f"{m.name}_lr{r}", label=f"{NAMES[m.name]}, {r}", flags=f"{m.flags} --lr {r}"
+        )
+        for m in models
+        for r in rates
+    ]
+    return (*models, *changed)
+
+
 BOOKS = dict(trained_on="books", corpora=("books", "c4"))
 
 FIGURES = {
-    "rates": Figure("three learning rates, read at 1x", RATES, BOTH, read_at=(1,), tiny_only=True),
+    "rates_text": Figure("other learning rates, text", at_rates(SEVEN, 1e-3, 4e-3), tiny_only=True),
+    "rates_passkey": Figure(
+        "other learning rates, passkeys",
+        at_rates(FOUR, 1e-3, 2e-3, 4e-3),
+        ("passkey",),
+        tiny_only=True,
+    ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
     "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", SEVEN, BOTH),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
     "figure4_quarter": Figure("the same with a quarter", tuple(QUARTER), BOTH, share=0.25),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
+    "figure1_books": Figure(
+        "figure 1 and figure 5 in one", FOUR[::-1], ("text", "passkey"), **BOOKS
+    ),
     "figure5": Figure("from books to C4", FOUR, **BOOKS),
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
@@ -184,29 +199,37 @@ class Setting:
     data: str  # folder of its text, under data/
     amount: int  # validation tokens, or passkeys for each length
     tokens: int | None = None  # to train on; None: the preset's
-    continued_batch: int = (
-        512  # sequences of twice the length: the paper's 1B tokens in 1,900 steps
-    )
+    # sequences a step for models that go on; the paper's 1B tokens took 1,900 steps
+    continued_batch: int = 512
 
 
-TINY = {
-    "text": Setting("tiny", "bytes", 40_961, continued_batch=2),
-    "passkey": Setting("tiny_passkey", "bpe", 50, continued_batch=2),
+# Text and passkeys have a model each where their presets differ, otherwise one answers for both.
+SETTINGS = {
+    "tiny": {
+        "text": Setting("tiny", "bytes", 40_961, continued_batch=2),
+        "passkey": Setting("tiny_passkey", "bpe", 50, continued_batch=2),
+    },
+    "quick": {  # the same path with next to no training
+        "text": Setting("tiny", "bytes", 16_400, 30_000, 2),
+        "passkey": Setting("tiny_passkey", "bpe", 16, 30_000, 2),
+    },
+    "20M_cpu": {
+        "text": Setting("20M_cpu", "books", 2**18 + 1, continued_batch=4),
+        "passkey": Setting("20M_cpu", "books", 50, continued_batch=4),
+    },
 }
-QUICK = {  # the same path with next to no training
-    "text": Setting("tiny", "bytes", 16_400, 30_000, 2),
-    "passkey": Setting("tiny_passkey", "bpe", 16, 30_000, 2),
-}
-SETTINGS = {"tiny": TINY, "quick": QUICK}
 for size in ("20M", "60M", "180M", "1.2B"):
     SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
+ON_CPU = ("tiny", "quick", "20M_cpu")  # one model a core; their data is made under runs_out
 
 EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "--trials")}
 
-# Tiny models' data is made here; that of the others takes hours and a disk.
+# What is made by itself for the sizes ON_CPU; data of the others takes hours and a disk. {books} is
+# the folder of that name.
 DATA = {
     "bytes": "--source sotu --tokenizer byte",
     "bpe": "--source sotu --tokenizer bpe:2048",
-    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer byte",
-    "c4": "--source c4 --max_tokens 1000000 --tokenizer byte",
+    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer {tokenizer}",
+    "c4": "--source c4 --max_tokens 1 --tokenizer {books}",
 }
+TOKENIZERS = {"20M_cpu": "bpe:4096"}  # of the books; else byte

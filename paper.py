@@ -9,9 +9,9 @@ The paper's figures and tables, which figures.py lists: train, evaluate, draw.
     python paper.py --primary --results results          the comparisons that carry the claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
-what was cut off is resumed; Ctrl-C saves all that runs. Tiny models run side by side, one a core.
-At tiny size text and passkeys have a model each (the presets tiny and tiny_passkey of
-train.py); from 20M on both are asked of one model, trained on text alone, as in the paper.
+what was cut off is resumed; Ctrl-C saves all that runs. Models of the sizes tiny and 20M_cpu run
+side by side, one a core. At tiny size text and passkeys have a model each (the presets tiny and
+tiny_passkey of train.py); from 20M on both are asked of one model, as in the paper.
 """
 
 import signal
@@ -27,7 +27,7 @@ import plot
 import tables
 from common import number, positive_int
 from eval_perplexity import window_loss
-from figures import DATA, EVALUATIONS, FIGURES, PRIMARY, SETTINGS
+from figures import DATA, EVALUATIONS, FIGURES, ON_CPU, PRIMARY, SETTINGS, TOKENIZERS
 from fope import above_floor, rope_freqs
 from jobs import ROOT, Job, n_cores, run_jobs
 from model import GPT, GPTConfig
@@ -36,18 +36,25 @@ from train import RECIPES, SIZE_OF, accumulate_gradients
 # --- from a figure to jobs
 
 
-def is_tiny(args):
-    return args.size in ("tiny", "quick")
-
-
 def data_folder(name, args):
-    return (args.out if is_tiny(args) else ROOT) / "data" / name
+    return (args.out if args.size in ON_CPU else ROOT) / "data" / name
+
+
+def one_for_both(args):
+    """Whether one model, trained on text, answers for passkeys, too."""
+    return len({setting.preset for setting in SETTINGS[args.size].values()}) == 1
+
+
+def training_data(figure, kind, args):
+    """The data folder that models of this kind are trained on."""
+    is_text = kind == "text" or one_for_both(args)
+    return (is_text and figure.trained_on) or SETTINGS[args.size][kind].data
 
 
 def run_folder(figure, kind, name, seed, args):
-    """From 20M on one model, trained on text, answers for both kinds."""
-    trained = kind if is_tiny(args) else "text"
-    return args.out / (figure.trained_on or trained) / f"{name}_s{seed}"
+    data, setting = training_data(figure, kind, args), SETTINGS[args.size][kind]
+    usual = "text" if one_for_both(args) else kind
+    return args.out / (usual if data == setting.data else data) / f"{name}_s{seed}"
 
 
 def recipe_config(preset, **more):
@@ -65,8 +72,18 @@ def trained_tokens(figure, model, setting, args):
 def train_command(figure, model, kind, seed, args):
     setting = SETTINGS[args.size][kind]
     run = run_folder(figure, kind, model.name, seed, args)
-    data = data_folder(figure.trained_on or setting.data, args)
-    command = ["train.py", "--data", data, "--out", run, "--seed", seed, "--device", args.device]
+    data = training_data(figure, kind, args)
+    command = [
+        "train.py",
+        "--data",
+        data_folder(data, args),
+        "--out",
+        run,
+        "--seed",
+        seed,
+        "--device",
+        args.device,
+    ]
     command += ["--tokens", trained_tokens(figure, model, setting, args)]
     config = recipe_config(setting.preset)
     if model.init_from:
@@ -86,11 +103,11 @@ def eval_commands(figure, model, kind, seed, args):
     script, amount = EVALUATIONS[kind]
     setting = SETTINGS[args.size][kind]
     train_len = RECIPES[setting.preset]["train_len"]
-    lengths = ",".join(str(train_len * multiple) for multiple in figure.read_at)
+    lengths = ",".join(str(train_len * multiple) for multiple in (1, 2, 4, 8, 16))
     evaluated = model.init_from if model.eval_flags else model.name
     run = run_folder(figure, kind, evaluated, seed, args)
     commands = []
-    for corpus in figure.corpora:
+    for corpus in figure.corpora if kind == "text" else ("",):
         tags = [script, model.name if model.eval_flags else "", corpus]
         result = run / f"{'_'.join(tag for tag in tags if tag)}.json"
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
@@ -108,7 +125,7 @@ def make_job(figure, model, kind, seed, args):
         start = run_folder(figure, kind, model.init_from, seed, args)
         needs = str(start.relative_to(args.out))
     trains = not model.eval_flags
-    if kind == "passkey" and not is_tiny(args):  # the text model is evaluated once more
+    if kind == "passkey" and one_for_both(args):  # the text model is evaluated once more
         name, needs, trains = f"{name} {kind}", name, False
     commands = [train_command(figure, model, kind, seed, args)] if trains else []
     evaluations = eval_commands(figure, model, kind, seed, args)
@@ -129,25 +146,25 @@ def jobs_of(figure, args):
 
 
 def prepare_data(figure, args):
-    """Make the tiny models' data; of the others' say what is missing."""
-    names = {SETTINGS[args.size][kind].data for kind in figure.kinds}
-    if figure.trained_on:
-        names = {figure.trained_on, *figure.corpora}
-    for name in sorted(names):
+    """Make the data of what runs on a CPU; of the others' say what is missing."""
+    names = {training_data(figure, kind, args) for kind in figure.kinds} | set(figure.corpora)
+    for name in sorted(names - {""}):
         folder = data_folder(name, args)
         if (folder / "meta.json").exists():
             continue
-        if not is_tiny(args):
+        if args.size not in ON_CPU:
             how = "python prepare_data.py --help shows how to make it"
             raise ValueError(f"there is no data/{name} yet; {how}")
-        command = [sys.executable, "prepare_data.py", *DATA[name].split(), "--out", str(folder)]
+        tokenizer, books = TOKENIZERS.get(args.size, "byte"), data_folder("books", args)
+        flags = DATA[name].format(tokenizer=tokenizer, books=books).split()
+        command = [sys.executable, "prepare_data.py", *flags, "--out", str(folder)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise ValueError(f"the data of {name} could not be prepared")
 
 
 def rates(preset, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
-    recipe, vocab_sizes = RECIPES[preset], {"tiny": 257, "tiny_passkey": 2048}
+    recipe, vocab_sizes = RECIPES[preset], {"tiny": 257, "tiny_passkey": 2048, "20M_cpu": 4096}
     vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
     device = common.init_distributed(args.device)
     model = GPT(recipe_config(preset, vocab_size=vocab_size)).to(device)
@@ -231,13 +248,13 @@ def main(argv=None):
             print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
         return
     name, figure = args.figure, FIGURES[args.figure]
-    if figure.tiny_only and not is_tiny(args):
+    if figure.tiny_only and args.size not in ("tiny", "quick"):
         raise ValueError(f"{name} is made for tiny models: it goes with --size tiny alone")
-    if is_tiny(args):
+    if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
-    args.at_once = n_cores() if is_tiny(args) else 1
+    args.at_once = n_cores() if args.size in ON_CPU else 1
     if args.dry_run:
         dry_run(name, figure, args)
         return
@@ -254,12 +271,12 @@ def main(argv=None):
         sys.exit(130)
 
     # one file of results, the figure, the table
-    suffix = "" if is_tiny(args) else f"_{args.size}"
+    suffix = "" if args.size in ("tiny", "quick") else f"_{args.size}"
     gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
     result = (args.results or args.out) / f"{name}{suffix}.json"
     result.parent.mkdir(parents=True, exist_ok=True)
     common.write_json(result, gathered)
-    if name == "rates":  # one length is no figure
+    if name.startswith("rates"):  # a table alone
         print(tables.rates_table(gathered))
         return
     results = tables.load_results([result])
