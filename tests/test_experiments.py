@@ -17,7 +17,6 @@ from nbclient import NotebookClient
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
-import attention_map
 import decay
 import qk_activation
 import relative
@@ -192,49 +191,6 @@ def test_qk_activation_reads_a_llama(tmp_path):
     assert q.shape == k.shape == (2, 16)
     assert train_len == config.max_position_embeddings and theta == 10000.0
     refuses(qk_activation.main, [tmp_path / "nowhere", "--out", tmp_path], "no Llama model")
-
-
-def test_attention_map_is_the_models_own_attention():
-    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32)
-    model = GPT(GPTConfig("fope", train_len=16, vocab_size=50, **shape))
-    tokens = torch.randint(50, (21,), generator=torch.Generator().manual_seed(0))
-    maps = attention_map.answer_attention(model, tokens, 3)
-    assert maps.shape == (1, 2, 3, 20)
-    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(1, 2, 3))
-    assert (
-        maps[0, 0, 0, 18:].sum() == 0
-    )  # causal: the third last position sees all but the last two
-    attn = model.blocks[0].attn
-    x = model.blocks[0].norm1(model.embed(tokens[None, :-1]))
-    v = attn.qkv(x).view(1, 20, 3, 2, 16)[:, :, 2].transpose(1, 2)
-    y = (maps[0] @ v[0]).transpose(0, 1).reshape(3, 32)
-    torch.testing.assert_close(attn.proj(y), attn(x)[0, -3:], atol=1e-5, rtol=1e-4)
-
-
-def save_untrained(folder, train_len):
-    """A run of train.py that has not trained, with a tokenizer of bytes."""
-    size = dict(vocab_size=257, n_layer=1, n_head=2, n_embd=16)
-    model = GPT(GPTConfig("nope", train_len=train_len, **size))
-    metadata = {"tokenizer": "byte", "data": "", "training": {}}
-    save_checkpoint(folder, model, metadata, step=0, optimizer={})
-
-
-def test_attention_map_runs_on_a_checkpoint(tmp_path):
-    """Untrained no head looks anywhere in particular."""
-    prompt, run = 400, tmp_path / "run"
-    save_untrained(run, prompt)
-    attention_map.main([str(run), "--trials", "1", "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "attention_map_nope.json").read_text())
-    assert result["lengths"] == [prompt * f for f in (1, 2, 4, 8, 16)]
-    assert result["best"]["percent"][0] == pytest.approx(100 / prompt, rel=0.5)  # even attention
-    save_untrained(tmp_path / "short", 20)
-    refuses(attention_map.main, [tmp_path / "short", "--out", tmp_path], "does not fit 20")
-    refuses(attention_map.main, [run, "--trials", "0"], "--trials: must be at least 1")
-
-
-def test_occurrences_leave_out_the_answer_at_the_end():
-    tokens, answer = np.array([1, 2, 3, 1, 2, 9, 1, 2]), np.array([1, 2])
-    assert attention_map.occurrences(tokens, answer) == [0, 3]
 
 
 # --- the notebook
