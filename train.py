@@ -41,7 +41,7 @@ from model import GPT, SIZES, GPTConfig
 PAPER = dict(train_len=512, tokens=10_000_000_000, batch_size=1024, grad_accum=16, lr=6e-4)
 # A tiny model with a tiny budget learns more from many small steps.
 TINY = dict(train_len=128, tokens=512_000, batch_size=8, grad_accum=1, lr=2e-3, eval_tokens=8192)
-COPY = dict(passkey_frac=1.0, tokens=1_024_000, batch_size=4, lr=1e-3, eval_tokens=4096)
+COPY = dict(passkey_frac=1.0, tokens=1_024_000, batch_size=4, lr=7e-4, eval_tokens=4096)
 SMALL = dict(train_len=512, tokens=5_000_000, batch_size=8, grad_accum=1, lr=1.5e-3, init_std=0.035)
 RECIPES = {size: PAPER for size in SIZES} | {"tiny": TINY, "tiny_passkey": TINY | COPY}
 RECIPES["20M_cpu"] = SMALL  # the paper's smallest model and length, as far as two hours go

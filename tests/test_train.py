@@ -61,7 +61,7 @@ def test_tiny_recipes_and_their_models():
     """Text and passkeys have one shape of model."""
     vocabulary = SimpleNamespace(meta={"vocab_size": 257})
     text = dict(train_len=128, tokens=512_000, batch_size=8, lr=2e-3, passkey_frac=0.0)
-    passkey = text | dict(tokens=1_024_000, batch_size=4, lr=1e-3, passkey_frac=1.0)
+    passkey = text | dict(tokens=1_024_000, batch_size=4, lr=7e-4, passkey_frac=1.0)
     for preset, recipe in (("tiny", text), ("tiny_passkey", passkey)):
         args = parsed("--preset", preset)
         assert {name: getattr(args, name) for name in recipe} == recipe
