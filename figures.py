@@ -156,7 +156,7 @@ FIGURES = {
         tiny_only=True,
     ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
-    "figure1_all": Figure("and of KERPLE, FIRE, RoPE-A", SEVEN, BOTH),
+    "figure1_all": Figure("perplexity of KERPLE, FIRE, RoPE-A, too", SEVEN),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
     "figure4_quarter": Figure("the same with a quarter", tuple(QUARTER), BOTH, share=0.25),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),

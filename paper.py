@@ -2,11 +2,11 @@
 The paper's figures and tables, which figures.py lists: train, evaluate, draw.
 
     python paper.py --list
-    python paper.py figure1                              the demo: tiny models on a CPU, one seed
-    python paper.py figure1 --seeds 3                    with a spread
+    python paper.py figure1                                    tiny models on a CPU, one seed
+    python paper.py figure1 --seeds 5 --passkey_seeds 10       with intervals
     python paper.py figure6a --size 20M --tokens 1000000000 --device cuda
-    python paper.py figure1 --size 60M --dry-run         models, tokens, disk and hours before it
-    python paper.py --primary --results results          the comparisons that carry the claims
+    python paper.py figure1 --size 60M --dry-run               what it will take
+    python paper.py --primary --results results                what carries the report's claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
 what was cut off is resumed; Ctrl-C saves all that runs. Models of the sizes tiny and 20M_cpu run
@@ -137,8 +137,14 @@ def make_job(figure, model, kind, seed, args):
 
 
 def jobs_of(figure, args):
-    seeds, kinds = range(args.seeds), figure.kinds
-    lines = [(model, kind, seed) for seed in seeds for kind in kinds for model in figure.models]
+    seeds = {"text": args.seeds, "passkey": args.passkey_seeds or args.seeds}
+    lines = [
+        (model, kind, seed)
+        for seed in range(max(seeds[kind] for kind in figure.kinds))
+        for kind in figure.kinds
+        for model in figure.models
+        if seed < seeds[kind]
+    ]
     return [make_job(figure, *line, args) for line in lines]
 
 
@@ -231,6 +237,7 @@ def main(argv=None):
     add("--size", choices=SETTINGS, default="tiny", help="of the models")
     add("--tokens", type=positive_int, help="of each model, instead of the preset's")
     add("--seeds", type=number(int, 1, 99), default=1, help="models of each kind")
+    add("--passkey_seeds", type=number(int, 1, 99), help="passkey models, if not as many")
     add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
     add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")

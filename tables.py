@@ -249,11 +249,12 @@ def mean_cells(results, lengths, name, factor, digits):
 
 
 def difference_cells(results, reference, lengths, name, factor, digits):
-    """The number of pairs, then mean ± half interval; nothing for one pair. No test of equals."""
+    """The number of pairs, then mean ± half interval; nothing for one pair."""
     values = factor * paired_differences(results, reference, name, lengths)
     if len(values) < 2:
         return []
-    cells = zip(values.mean(axis=0), half_interval(values), strict=True)
+    mean = values.mean(axis=0).round(digits) + 0.0  # no -0
+    cells = zip(mean, half_interval(values), strict=True)
     written = [
         f"{m:+.{digits}f} ± {half:.{digits}f}" if half else f"{m:.{digits}f}" for m, half in cells
     ]

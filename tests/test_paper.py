@@ -1,6 +1,7 @@
 """The figures as data, and the runner that makes them."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, refuses
 
 import eval_passkey
@@ -16,10 +18,14 @@ import jobs
 import paper
 import train
 from evaluation import evaluation_parser
+from figures import matched_sigma
+from fope import FoPE
 
 
 def arguments(tmp_path, size="tiny", **more):
-    values = dict(size=size, tokens=None, seeds=2, out=tmp_path, device="cpu", at_once=2)
+    values = dict(
+        size=size, tokens=None, seeds=2, passkey_seeds=None, out=tmp_path, device="cpu", at_once=2
+    )
     return type("Arguments", (), {**values, **more})
 
 
@@ -82,6 +88,60 @@ def test_from_20M_on_one_model_answers_for_both(tmp_path):
     assert len(made) == 16 and len(trained) == 8
     passkey = next(job for job in made if job.name == "text/rope_s0 passkey")
     assert passkey.needs == "text/rope_s0" and len(passkey.commands) == 1
+
+
+def test_kinds_may_have_other_numbers_of_seeds(tmp_path):
+    made = paper.jobs_of(paper.FIGURES["figure1"], arguments(tmp_path, passkey_seeds=3))
+    names = [job.name for job in made]
+    assert sum(name.startswith("text/") for name in names) == 8
+    assert sum(name.startswith("passkey/") for name in names) == 12
+
+
+def test_models_of_books_are_read_on_two_corpora_and_asked_for_passkeys(tmp_path):
+    """From 20M on the text model answers for both; at tiny size passkeys have their own."""
+    made = paper.jobs_of(paper.FIGURES["figure1_books"], arguments(tmp_path, "20M_cpu", seeds=1))
+    assert len(made) == 8 and sum(job.trains for job in made) == 4
+    rope = next(job for job in made if job.name == "text/rope_s0")
+    assert [path.name for path in rope.results] == ["perplexity_books.json", "perplexity_c4.json"]
+    assert all(str(tmp_path / "data" / "books") in map(str, c) for c in rope.commands[:2])
+    assert str(tmp_path / "data" / "c4") in map(str, rope.commands[2])
+    tiny = paper.jobs_of(paper.FIGURES["figure1_books"], arguments(tmp_path, seeds=1))
+    data = {job.name: job.commands[0][2].name for job in tiny}
+    assert data["books/rope_s0"] == "books" and data["passkey/rope_s0"] == "bpe"
+
+
+def test_models_that_go_on_take_small_steps_and_are_read_at_the_first_length(tmp_path):
+    """A tenth of the tokens at twice the length: 100 steps of text, 200 of passkeys."""
+    made = {j.name: j for j in paper.jobs_of(paper.FIGURES["figure4"], arguments(tmp_path))}
+    for kind, n_steps in (("text", 100), ("passkey", 200)):
+        job = made[f"{kind}/rope_yarn16_s0"]
+        words = [str(word) for word in job.commands[0]]
+        batch = int(words[words.index("--batch_size") + 1])
+        assert words[words.index("--train_len") + 1] == "256" and "--yarn_scale" in words
+        assert job.tokens // (256 * batch) == n_steps
+        assert "128,256,512,1024,2048" in job.commands[1]
+        assert job.needs == f"{kind}/rope_s0" and not made[job.needs].shown
+    quarter = {j.name for j in paper.jobs_of(paper.FIGURES["figure4_quarter"], arguments(tmp_path))}
+    assert quarter & set(made) == {
+        f"{k}/{p}_s{s}" for k in ("text", "passkey") for p in ("rope", "fope") for s in (0, 1)
+    }
+
+
+def test_matched_noise_is_the_noise_of_the_tables():
+    """sqrt(D) times the std of a weight, as drawn, is that of FoPE for each D that is compared."""
+    shape = dict(head_dim=64, n_head=4, train_len=128)
+    torch.manual_seed(0)
+
+    def noise(**kwargs):
+        pos = FoPE(**shape, **kwargs)
+        drawn = pos.cos_coef - pos.identity(*pos.cos_coef.shape[1:])
+        return drawn.std() * math.sqrt(pos.cos_coef.size(1))
+
+    plain = noise()
+    for args in ({"floor": False}, {"n_freq": 22}, {"n_freq": 44}, {"n_freq": 88}):
+        D = args.get("n_freq", 32)
+        sigma = matched_sigma(D, 11 if "n_freq" in args else 32)
+        assert noise(sigma=sigma, **args) == pytest.approx(plain, rel=0.06)
 
 
 # --- the runner
