@@ -199,9 +199,11 @@ class FoPE(RoPE):
     cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, each head and each
     of the two for itself, never trained, saved with the model. sigma is the size of the noise.
 
-    variant="released" is the authors' code, which their numbers come from. "paper" has the
-    equations' tables. (Their logit is one series in i - j; code turns q and k each, so the logit
-    is a product of two series and, with noise, depends on i and j.)
+    variant="released" is the authors' repository, which leaves D to the number of kept
+    frequencies, where the paper's Table 3 has 64. "paper" has the equations' tables, with sigma as
+    the standard deviation; the text calls it a variance. (The equations' logit is one series in
+    i - j. Code turns q and k each, so the logit is a product of two series and, with noise, depends
+    on i and j; FoPERelative in baselines.py is the equations' own.)
 
                         "released"                            "paper"
         K               min(n_kept, head_dim/4)               n_kept
