@@ -216,7 +216,7 @@ def test_list_and_refusals(capsys, tmp_path):
 def test_dry_run_counts_what_is_left(capsys, tmp_path):
     paper.main(["figure1", "--seeds", "2", "--dry-run", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "16 of 16 jobs" in printed and "16 models of 15,155,200 tokens" in printed
+    assert "16 of 16 jobs" in printed and "16 models of 12,288,000 tokens" in printed
     assert "GB of disk" in printed and "hours on this machine" in printed
     assert not list(tmp_path.iterdir())
 
@@ -230,19 +230,20 @@ def start(tmp_path, figure):
 @pytest.mark.slow
 def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     """Ctrl-C in the middle of training saves; the same command ends with figure, json and table."""
-    process = start(tmp_path, "figure6a")
-    log = tmp_path / "text" / "rope_s0" / "log.jsonl"
+    process = start(tmp_path, "equations")
+    log = tmp_path / "text" / "fope_s0" / "log.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text()):
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and "the same command continues" in stderr
-    assert (tmp_path / "text" / "rope_s0" / "checkpoint.pt").exists()
-    output, stderr = start(tmp_path, "figure6a").communicate(timeout=300)
-    assert (tmp_path / "figure6a.png").exists(), stderr
-    results = json.loads((tmp_path / "figure6a.json").read_text())
-    assert [r["label"] for r in results] == [None, None, "FoPE, CF alone", "FoPE, FS alone"]
+    assert (tmp_path / "text" / "fope_s0" / "checkpoint.pt").exists()
+    output, stderr = start(tmp_path, "equations").communicate(timeout=300)
+    assert (tmp_path / "equations.png").exists(), stderr
+    results = json.loads((tmp_path / "equations.json").read_text())
+    equations = [f"FoPE, equations, sigma {sigma}" for sigma in (0, 0.1, 0.3)]
+    assert [r["label"] for r in results] == [None, "FoPE, CF alone", *equations]
     assert all(r["training"]["tokens"] == 30000 and r["commit"] for r in results)
-    assert "| FoPE, FS alone | 1 |" in output and "the figure: " in output
+    assert "| FoPE, CF alone | 1 |" in output and "the figure: " in output
     logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert logged == sorted(set(logged))
