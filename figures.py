@@ -20,6 +20,7 @@ class Model:
     # of train.py; {D2} is twice the number of frequencies above the floor, {floor} the --pos_args
     # for the floor of twice the length
     flags: str = ""
+    tiny_flags: str = ""  # and these at tiny size
     init_from: str | None = None  # the model that it goes on from, at twice the length
     # with these flags init_from is evaluated once more, and nothing is trained
     eval_flags: str = ""
@@ -54,7 +55,7 @@ def shape(name, label, flags):
 
 
 def again(init_from, name, label, eval_flags):
-    return Model(f"{init_from}_{name}", label, "", init_from, eval_flags)
+    return Model(f"{init_from}_{name}", label, init_from=init_from, eval_flags=eval_flags)
 
 
 def matched_sigma(D, K, sigma=0.3, K0=11, n_head=4):
@@ -75,6 +76,8 @@ FOUR, PAIR, BOTH = (
     ("passkey", "text"),
 )
 SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
+# what the check of learning rates found (rates_text): all others keep the preset's
+FIRE = Model("fire_fast", "FIRE", "--pos fire", "--lr 4e-3")
 CF, FS = fope("cf", "CF alone", "sigma=0"), fope("fs", "FS alone", "floor=false")
 MATCHED = f"floor=false sigma={matched_sigma(32, 32)}"
 FS_MATCHED = fope("fs_matched", "FS alone, FoPE's noise", MATCHED)
@@ -82,14 +85,19 @@ FS_MATCHED = fope("fs_matched", "FS alone, FoPE's noise", MATCHED)
 YARN16, YARN4 = "--yarn_scale 16", "--yarn_scale 4"
 CONTINUED = (
     *plain("rope", "fope", shown=False),
-    Model("rope_rope", "RoPE to RoPE", "", "rope"),
-    Model("rope_yarn16", "RoPE to RoPE + YaRN x16", YARN16, "rope"),
-    Model("rope_yarn4", "RoPE to RoPE + YaRN x4", YARN4, "rope"),
-    Model("rope_fope", "RoPE to FoPE", "--pos fope", "rope"),
-    Model("fope_fope", "FoPE to FoPE", "", "fope"),
-    Model("fope_yarn16", "FoPE to FoPE + YaRN x16", YARN16, "fope"),
-    Model("fope_yarn4", "FoPE to FoPE + YaRN x4", YARN4, "fope"),
-    Model("fope_floor2", "FoPE to FoPE + YaRN x16, floor of 2x", f"{YARN16} {{floor}}", "fope"),
+    Model("rope_rope", "RoPE to RoPE", "", init_from="rope"),
+    Model("rope_yarn16", "RoPE to RoPE + YaRN x16", YARN16, init_from="rope"),
+    Model("rope_yarn4", "RoPE to RoPE + YaRN x4", YARN4, init_from="rope"),
+    Model("rope_fope", "RoPE to FoPE", "--pos fope", init_from="rope"),
+    Model("fope_fope", "FoPE to FoPE", "", init_from="fope"),
+    Model("fope_yarn16", "FoPE to FoPE + YaRN x16", YARN16, init_from="fope"),
+    Model("fope_yarn4", "FoPE to FoPE + YaRN x4", YARN4, init_from="fope"),
+    Model(
+        "fope_floor2",
+        "FoPE to FoPE + YaRN x16, floor of 2x",
+        f"{YARN16} {{floor}}",
+        init_from="fope",
+    ),
 )
 QUARTER = [replace(m, name=f"{m.name}_quarter") if m.init_from else m for m in CONTINUED]
 UNTRAINED = (
@@ -156,7 +164,7 @@ FIGURES = {
         tiny_only=True,
     ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
-    "figure1_all": Figure("perplexity of KERPLE, FIRE, RoPE-A, too", SEVEN),
+    "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
     "figure4_quarter": Figure("the same with a quarter", tuple(QUARTER), BOTH, share=0.25),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
@@ -220,7 +228,8 @@ SETTINGS = {
 }
 for size in ("20M", "60M", "180M", "1.2B"):
     SETTINGS[size] = {"text": Setting(size, "c4", 2**22 + 1), "passkey": Setting(size, "c4", 1000)}
-ON_CPU = ("tiny", "quick", "20M_cpu")  # one model a core; their data is made under runs_out
+TINY = ("tiny", "quick")
+ON_CPU = (*TINY, "20M_cpu")  # one model a core; their data is made under runs_out
 
 EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "--trials")}
 

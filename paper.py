@@ -27,7 +27,7 @@ import plot
 import tables
 from common import number, positive_int
 from eval_perplexity import window_loss
-from figures import DATA, EVALUATIONS, FIGURES, ON_CPU, PRIMARY, SETTINGS, TOKENIZERS
+from figures import DATA, EVALUATIONS, FIGURES, ON_CPU, PRIMARY, SETTINGS, TINY, TOKENIZERS
 from fope import above_floor, rope_freqs
 from jobs import ROOT, Job, n_cores, run_jobs
 from model import GPT, GPTConfig
@@ -94,7 +94,8 @@ def train_command(figure, model, kind, seed, args):
         command += ["--preset", setting.preset]
     K = len(above_floor(rope_freqs(config.head_dim), config.train_len))
     floor = f"--pos_args floor={2 * config.train_len}"
-    command += model.flags.format(D2=2 * K, D4=4 * K, D8=8 * K, floor=floor).split()
+    flags = f"{model.flags} {model.tiny_flags if args.size in TINY else ''}"
+    command += flags.format(D2=2 * K, D4=4 * K, D8=8 * K, floor=floor).split()
     return command + ["--compile"] * (args.device != "cpu")
 
 
@@ -255,7 +256,7 @@ def main(argv=None):
             print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
         return
     name, figure = args.figure, FIGURES[args.figure]
-    if figure.tiny_only and args.size not in ("tiny", "quick"):
+    if figure.tiny_only and args.size not in TINY:
         raise ValueError(f"{name} is made for tiny models: it goes with --size tiny alone")
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
@@ -278,7 +279,7 @@ def main(argv=None):
         sys.exit(130)
 
     # one file of results, the figure, the table
-    suffix = "" if args.size in ("tiny", "quick") else f"_{args.size}"
+    suffix = "" if args.size in TINY else f"_{args.size}"
     gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
     result = (args.results or args.out) / f"{name}{suffix}.json"
     result.parent.mkdir(parents=True, exist_ok=True)

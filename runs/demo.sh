@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained on the same text and passkeys,
-# measured at 1x to 16x the training length, drawn. About 13 minutes on 2 slow cores.
+# measured at 1x to 16x the training length, drawn. About 16 minutes on 2 slow cores.
 #
 #   bash runs/demo.sh              everything, into runs_out/tiny
 #   bash runs/demo.sh --seeds 3    three seeds of each model: figures with a spread
