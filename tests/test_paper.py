@@ -58,7 +58,6 @@ def test_every_command_of_every_figure_is_understood(name, size, tmp_path, monke
                 assert module.__name__ == script.removesuffix(".py")
 
 
-@pytest.mark.xfail(reason="figure 1 is being measured again, with heads of 64", strict=True)
 def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
     """What figure 1's json says of its training is what paper.py would do today."""
     found = {}

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 import tables
 
+NAMES = ("RoPE", "FoPE", "ALiBi")
 TEXTS = ["README.md", "results/README.md", "assignments/README.md"]
 
 
@@ -38,10 +39,11 @@ def test_every_gathered_result_is_in_the_report():
 
 
 def test_the_headline_is_the_reports():
-    """RoPE's and FoPE's mean perplexity at 16x, as the first paragraph has them."""
+    """The mean perplexities at 16x, as the first paragraph has them."""
     results = tables.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
-    ends = [tables.seed_stats(results[label], "perplexity")[1][-1] for label in ("RoPE", "FoPE")]
-    sentence = f"RoPE ends at a perplexity of {ends[0]:.1f}, FoPE at {ends[1]:.1f} ("
+    ends = [tables.seed_stats(results[label], "perplexity")[1][-1] for label in NAMES]
+    rope, fope, alibi = (f"{end:.1f}" for end in ends)
+    sentence = f"RoPE ends at a perplexity of {rope}, FoPE at {fope}, ALiBi at {alibi} ("
     assert sentence in " ".join(read("README.md").split("![")[0].split())
 
 
