@@ -64,7 +64,8 @@ def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
     for result in json.loads((ROOT / "results" / "figure1.json").read_text()):
         kind = "text" if result["kind"] == "perplexity" else "passkey"
         found[f"{kind}/{result['pos']}_s{result['seed']}"] = result["training"]
-    made = paper.jobs_of(paper.FIGURES["figure1"], arguments(tmp_path, seeds=3))
+    seeds = arguments(tmp_path, seeds=3, passkey_seeds=4)
+    made = paper.jobs_of(paper.FIGURES["figure1"], seeds)
     assert {job.name for job in made} == set(found)
     for job in made:
         args = vars(train.parse_args([str(word) for word in job.commands[0][1:]]))
