@@ -64,10 +64,12 @@ class Running:
             self.environment["OMP_NUM_THREADS"] = str(max(1, n_cores() // args.at_once))
 
     def start_next(self):
-        command = [sys.executable, *map(str, self.left.pop(0))]
-        if command[1] == "train.py":
-            run = Path(command[command.index("--out") + 1])
-            command += ["--resume"] * (run / "checkpoint.pt").exists()
+        words = [str(word) for word in self.left.pop(0)]
+        if words[0] == "train.py":
+            run = Path(words[words.index("--out") + 1])
+            words += ["--resume"] * (run / "checkpoint.pt").exists()
+        # results name their command: paths as seen from the repository's root
+        command = [sys.executable, *(word.removeprefix(f"{ROOT}/") for word in words)]
         self.bar.set_description_str(f"{self.job.name} {Path(command[1]).stem}")
         with open(self.log, "ab") as log:
             log.write(f"{shlex.join(command)}\n".encode())
