@@ -73,17 +73,8 @@ def train_command(figure, model, kind, seed, args):
     setting = SETTINGS[args.size][kind]
     run = run_folder(figure, kind, model.name, seed, args)
     data = training_data(figure, kind, args)
-    command = [
-        "train.py",
-        "--data",
-        data_folder(data, args),
-        "--out",
-        run,
-        "--seed",
-        seed,
-        "--device",
-        args.device,
-    ]
+    command = ["train.py", "--data", data_folder(data, args), "--out", run]
+    command += ["--seed", seed, "--device", args.device]
     command += ["--tokens", trained_tokens(figure, model, setting, args)]
     config = recipe_config(setting.preset)
     if model.init_from:

@@ -1,7 +1,7 @@
 """
 Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with torchrun on many.
 
-    a minute on a CPU, from text that prepare_data.py has made bytes of
+    two minutes on a CPU, from text that prepare_data.py has made bytes of
         python train.py --data data/bytes --pos fope --out runs_out/fope
     the paper's recipe; with torchrun --nproc_per_node=4 in place of python on four GPUs
         python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
