@@ -8,7 +8,9 @@ Loss and perplexity against length: does a model keep reading well past its trai
 At every length L the same validation tokens are cut into non-overlapping windows of L, and the
 loss is the total negative log-likelihood over all tokens scored: nats per token; perplexity is its
 exponential. A longer window gives most tokens more context, so a model that can use it gets better
-with L, and one that cannot gets worse.
+with L, and one that cannot gets worse. With --max_tokens the longest windows are spread evenly over
+the validation split, so that no single document decides; a length that does not divide the longest
+leaves out the end of each.
 """
 
 import math
@@ -28,13 +30,16 @@ from evaluation import DoesNotFit
 @torch.no_grad()
 def window_loss(model, tokens, length, progress=None):
     """
-    Loss of `tokens` (a 1-D int64 array) read in non-overlapping windows of `length`: (length,)
-    fp64, the mean over the windows of the loss in nats at each position of the window. Its mean is
-    the loss per token: all windows are whole, of `length` inputs and the target of the last.
+    Loss of `tokens`, int64, (S + 1,) or N such rows (N, S + 1), read in non-overlapping windows of
+    `length`: (length,) fp64, the mean over the windows of the loss in nats at each position of
+    the window. Its mean is the loss per token: all windows are whole, of `length` inputs and the
+    target of the last.
     """
-    n_windows = (len(tokens) - 1) // length
-    inputs = tokens[: n_windows * length].reshape(n_windows, length)
-    targets = tokens[1 : n_windows * length + 1].reshape(n_windows, length)
+    tokens = np.atleast_2d(tokens)
+    end = (tokens.shape[1] - 1) // length * length
+    inputs = tokens[:, :end].reshape(-1, length)
+    targets = tokens[:, 1 : end + 1].reshape(-1, length)
+    n_windows = len(inputs)
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
     total = torch.zeros(length, dtype=torch.float64)  # on the CPU: not every GPU has fp64
@@ -63,18 +68,20 @@ def main(argv=None):
         held = f"{data.folder} holds tokens of {data.tokenizer_id()}"
         raise ValueError(f"{trained}, {held}: their losses cannot be compared")
 
-    # all lengths score the same tokens: as many as fill whole windows of the longest that fits
+    # all lengths score the same tokens: whole windows of the longest that fits, evenly spread
     n_tokens = min(len(data), args.max_tokens or len(data))
     lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
     longest = max((n for n in lengths if n < n_tokens), default=1)
-    n_scored = (n_tokens - 1) // longest * longest
-    tokens = data.read(0, n_scored + 1)
+    n_spread = (n_tokens - 1) // longest
+    starts = np.linspace(0, len(data) - 1 - longest, n_spread).astype(int)
+    tokens = np.stack([data.read(int(start), longest + 1) for start in starts])
     by_position = {}
 
     def evaluate(length):
         if length > longest:
             few = f"{n_tokens:,} validation tokens to read, too few for one window"
             raise DoesNotFit(f"{data.folder} has {few}")
+        n_scored = n_spread * (longest // length * length)
         settings = dict(desc=f"length {length}", unit="tok", unit_scale=True, leave=False)
         with tqdm(total=n_scored, disable=common.rank() > 0, **settings) as bar:
             losses = window_loss(model, tokens, length, bar)
@@ -85,7 +92,7 @@ def main(argv=None):
             by_position.update(start=starts.tolist(), loss=rounded)
         loss = float(losses.mean())
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"loss": loss, "perplexity": perplexity, "tokens": n_scored // length * length}
+        return {"loss": loss, "perplexity": perplexity, "tokens": n_scored}
 
     log = read_log(args.checkpoint)
     curve = [[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in log]

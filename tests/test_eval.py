@@ -14,7 +14,7 @@ import eval_passkey
 import eval_perplexity
 import prepare_data
 from checkpoint import load_checkpoint, save_checkpoint
-from data import load_tokenizer
+from data import TokenData, load_tokenizer
 from eval_passkey import FILLER, PasskeyTask, passkey_accuracy, wilson_interval
 from eval_perplexity import window_loss
 from evaluation import DoesNotFit
@@ -62,6 +62,10 @@ def test_window_loss_is_brute_force(length, pos_name):
             for t in range(length):
                 expected[t] -= log_probs[t, window[t + 1]].item() / n_windows
     assert window_loss(model, tokens, length) == pytest.approx(expected, rel=1e-4)
+    # two pieces of text that follow each other
+    pieces = np.stack((tokens[: length + 1], tokens[length : 2 * length + 1]))
+    two = window_loss(model, tokens[: 2 * length + 1], length)
+    assert window_loss(model, pieces, length) == pytest.approx(two, rel=1e-4)
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary():
@@ -87,13 +91,11 @@ def test_evaluation_leaves_mode_and_random_state_alone(task):
 
 def test_perplexity_command(checkpoint, tmp_path, capsys):
     out = tmp_path / "r.json"
-    evaluate(eval_perplexity, checkpoint, "--lengths", "32,64,96,100000", "--out", out)
+    evaluate(eval_perplexity, checkpoint, "--lengths", "32,48,96,100000", "--out", out)
     result = read(out)
-    assert list(result["lengths"]) == ["32", "64", "96"]
+    assert list(result["lengths"]) == ["32", "48", "96"]
     assert "too few" in result["skipped"]["100000"]
-    # the same tokens, up to a window that does not divide
-    tokens = {row["tokens"] for row in result["lengths"].values()}
-    assert len(tokens) <= 2 and max(tokens) - min(tokens) < 64
+    assert len({row["tokens"] for row in result["lengths"].values()}) == 1
     for row in result["lengths"].values():
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     assert result["training"]["tokens"] == 2560 and result["curve"][-1][0] == 2560
@@ -101,7 +103,26 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     assert result["rope_scaling"] is None and result["step"] == 20
     assert result["model"]["theta"] == 10000.0 and result["model"]["init_std"] == 0.05
     captured = capsys.readouterr()
-    assert "length 100,000 is skipped" in captured.err and "64 (2x)" in captured.out
+    assert "length 100,000 is skipped" in captured.err and "96 (3x)" in captured.out
+
+
+def test_windows_are_spread_over_the_validation_split(checkpoint, tmp_path, monkeypatch):
+    """Three windows of 64: the first, the middle and the last tokens; all lengths read the same."""
+    read_by_length = {}
+
+    def window_loss(model, tokens, length, bar):
+        read_by_length[length] = tokens
+        return np.ones(length)
+
+    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
+    few = ["--lengths", "16,64", "--max_tokens", "200", "--out", tmp_path / "r.json"]
+    evaluate(eval_perplexity, checkpoint, *few)
+    data = TokenData(read(tmp_path / "r.json")["data"], "val")
+    starts = [0, (len(data) - 65) // 2, len(data) - 65]
+    expected = [data.read(start, 65) for start in starts]
+    assert np.array_equal(read_by_length[64], expected)
+    assert np.array_equal(read_by_length[16], expected)
+    assert read(tmp_path / "r.json")["lengths"]["16"]["tokens"] == 3 * 64
 
 
 def test_loss_by_position_is_that_of_the_longest_windows(checkpoint, tmp_path):
