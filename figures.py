@@ -3,7 +3,6 @@ The paper's figures and tables as data: which models, how they are trained, what
 paper.py makes them.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from tables import NAMES
@@ -17,9 +16,7 @@ class Model:
 
     name: str  # of its folder, which ends in _sSEED
     label: str | None = None  # in figures; None: its embedding's name
-    # of train.py; {D2} is twice the number of frequencies above the floor, {floor} the --pos_args
-    # for the floor of twice the length
-    flags: str = ""
+    flags: str = ""  # of train.py; paper.py's model_flags() fills in what is in braces
     tiny_flags: str = ""  # and these at tiny size
     init_from: str | None = None  # the model that it goes on from, at twice the length
     # with these flags init_from is evaluated once more, and nothing is trained
@@ -58,18 +55,6 @@ def again(init_from, name, label, eval_flags):
     return Model(f"{init_from}_{name}", label, init_from=init_from, eval_flags=eval_flags)
 
 
-def matched_sigma(D, K, sigma=0.3, K0=11, n_head=4):
-    """
-    The sigma with which D frequencies and K series have the noise in their tables that K0 and K0
-    have with `sigma`: sqrt(D) times the noise of a weight, see the table in FoPE's docstring.
-    """
-
-    def noise(D, K):
-        return math.sqrt(D) * math.sqrt(2 / (K * (D + n_head)))
-
-    return round(sigma * noise(K0, K0) / noise(D, K), 4)
-
-
 FOUR, PAIR, BOTH = (
     plain("nope", "alibi", "rope", "fope"),
     plain("rope", "fope"),
@@ -79,14 +64,15 @@ SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
 # what the check of learning rates found (rates_text): all others keep the preset's
 FIRE = Model("fire_fast", "FIRE", "--pos fire", "--lr 4e-3")
 CF, FS = fope("cf", "CF alone", "sigma=0"), fope("fs", "FS alone", "floor=false")
-MATCHED = f"floor=false sigma={matched_sigma(32, 32)}"
-FS_MATCHED = fope("fs_matched", "FS alone, FoPE's noise", MATCHED)
+FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", "floor=false sigma={fs_sigma}")
 
 YARN16, YARN4 = "--yarn_scale 16", "--yarn_scale 4"
+WARM16 = f"{YARN16} --yarn_temperature"
 CONTINUED = (
     *plain("rope", "fope", shown=False),
     Model("rope_rope", "RoPE to RoPE", "", init_from="rope"),
     Model("rope_yarn16", "RoPE to RoPE + YaRN x16", YARN16, init_from="rope"),
+    Model("rope_warm16", "RoPE to RoPE + YaRN x16, temperature", WARM16, init_from="rope"),
     Model("rope_yarn4", "RoPE to RoPE + YaRN x4", YARN4, init_from="rope"),
     Model("rope_fope", "RoPE to FoPE", "--pos fope", init_from="rope"),
     Model("fope_fope", "FoPE to FoPE", "", init_from="fope"),
@@ -95,11 +81,20 @@ CONTINUED = (
     Model(
         "fope_floor2",
         "FoPE to FoPE + YaRN x16, floor of 2x",
-        f"{YARN16} {{floor}}",
+        f"{YARN16} --pos_args floor={{len2}}",
         init_from="fope",
     ),
 )
-QUARTER = [replace(m, name=f"{m.name}_quarter") if m.init_from else m for m in CONTINUED]
+
+
+def changed(name, flags=""):
+    """The same with other folders and further flags for what is continued."""
+    return tuple(
+        replace(m, name=f"{m.name}_{name}", flags=f"{m.flags} {flags}") if m.init_from else m
+        for m in CONTINUED
+    )
+
+
 UNTRAINED = (
     *PAIR,
     again("rope", "yarn4", "RoPE, YaRN x4", YARN4),
@@ -116,11 +111,8 @@ SHAPES = (
     *shape("deeper", "8 layers, width 80", "--n_layer 8 --n_embd 80"),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
-DS = []
-for n in (2, 4, 8):
-    DS.append(fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}"))
-    same_noise = f"n_freq={{D{n}}} sigma={matched_sigma(11 * n, 11)}"
-    DS.append(fope(f"D{n}_matched", f"D = {n}K, FoPE's noise", same_noise))
+DS = [fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}") for n in (2, 4, 8)]
+DS.append(fope("D8_matched", "D = 8K, FoPE's table noise", "n_freq={D8} sigma={D8_sigma}"))
 LETTER = "variant=paper sigma"
 EQUATIONS = [fope(f"paper{s}", f"equations, sigma {s}", f"{LETTER}={s}") for s in (0, 0.1, 0.3)]
 ROUNDED = [
@@ -166,7 +158,10 @@ FIGURES = {
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
-    "figure4_quarter": Figure("the same with a quarter", tuple(QUARTER), BOTH, share=0.25),
+    "figure4_quarter": Figure("the same with a quarter", changed("quarter"), BOTH, share=0.25),
+    "figure4_rate": Figure(
+        "the same at a quarter of the rate", changed("slow", "--lr 5e-4"), tiny_only=True
+    ),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
     "figure1_books": Figure(
         "figure 1 and figure 5 in one", FOUR[::-1], ("text", "passkey"), **BOOKS
@@ -182,7 +177,8 @@ FIGURES = {
 }
 
 # The comparisons that carry the report's claims, named before the models were trained: figure, kind
-# of result, number, label, what it is compared with, multiple of the training length.
+# of result, number, label, what it is compared with, multiple of the training length. Text has five
+# seeds in them, passkeys ten. "Level" is an interval of the difference within 0.05 nats.
 TEXT, KEYS = ("perplexity", "loss"), ("passkey", "token_accuracy")
 ON_BOOKS = ("perplexity on books", "loss")
 PRIMARY = (
@@ -192,9 +188,9 @@ PRIMARY = (
     ("figure1", *TEXT, "ALiBi", "FoPE", 16),
     ("figure1", *KEYS, "RoPE", "FoPE", 4),
     ("figure1", *KEYS, "ALiBi", "FoPE", 4),
-    ("figure4", *TEXT, "RoPE to RoPE + YaRN x16", "FoPE to FoPE + YaRN x16", 8),
+    ("figure4", *TEXT, "RoPE to RoPE + YaRN x16", "RoPE to FoPE", 8),
     ("figure6a", *ON_BOOKS, "FoPE, CF alone", "FoPE", 16),
-    ("figure6a", *ON_BOOKS, "FoPE, FS alone, FoPE's noise", "FoPE", 16),
+    ("figure6a", *ON_BOOKS, "FoPE, FS alone, FoPE's table noise", "FoPE", 16),
     ("readings", *TEXT, "FoPE, series on the score", "FoPE", 16),
 )
 

@@ -14,6 +14,7 @@ side by side, one a core. At tiny size text and passkeys have a model each (the 
 tiny_passkey of train.py); from 20M on both are asked of one model, as in the paper.
 """
 
+import math
 import signal
 import subprocess
 import sys
@@ -69,6 +70,27 @@ def trained_tokens(figure, model, setting, args):
     return int(tokens * figure.share) if continued else tokens
 
 
+def model_flags(model, config):
+    """
+    The flags of a model for train.py, with what depends on its size: {D2}, {D4}, {D8} times the
+    number of frequencies above the floor; {fs_sigma} for the series alone and {D8_sigma}, with
+    which the tables have as much noise as FoPE's (its docstring says how much a weight has, and a
+    table adds up D of them); {len2}, twice the training length.
+    """
+    head_dim, n_head = config.head_dim, config.n_head
+    n_kept = len(above_floor(rope_freqs(head_dim, config.theta), config.train_len))
+    K = min(n_kept, head_dim // 4)
+
+    def table_noise(D, K):
+        return math.sqrt(D / (K * (D + n_head)))
+
+    fopes = config.pos_args.get("sigma", 0.3) * table_noise(n_kept, K)
+    sizes = {f"D{n}": n * n_kept for n in (2, 4, 8)} | {"len2": 2 * config.train_len}
+    sizes["fs_sigma"] = round(fopes / table_noise(head_dim // 2, head_dim // 2), 4)
+    sizes["D8_sigma"] = round(fopes / table_noise(8 * n_kept, K), 4)
+    return model.flags.format(**sizes)
+
+
 def train_command(figure, model, kind, seed, args):
     setting = SETTINGS[args.size][kind]
     run = run_folder(figure, kind, model.name, seed, args)
@@ -83,10 +105,8 @@ def train_command(figure, model, kind, seed, args):
         command += ["--batch_size", setting.continued_batch]
     else:
         command += ["--preset", setting.preset]
-    K = len(above_floor(rope_freqs(config.head_dim), config.train_len))
-    floor = f"--pos_args floor={2 * config.train_len}"
-    flags = f"{model.flags} {model.tiny_flags if args.size in TINY else ''}"
-    command += flags.format(D2=2 * K, D4=4 * K, D8=8 * K, floor=floor).split()
+    command += model_flags(model, config).split()
+    command += model.tiny_flags.split() if args.size in TINY else []
     return command + ["--compile"] * (args.device != "cpu")
 
 
@@ -105,6 +125,7 @@ def eval_commands(figure, model, kind, seed, args):
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
         command += ["--lengths", lengths, amount, setting.amount, *model.eval_flags.split()]
         command += ["--data", data_folder(corpus, args)] if corpus else []
+        command += ["--seed", seed] if kind == "passkey" else []  # each model its own prompts
         command += ["--label", model.label] if model.label else []
         commands.append((command, result))
     return commands

@@ -176,6 +176,8 @@ def compare(primary, folder):
         by_label = load_results([Path(folder) / f"{figure}.json"])[kind]
         length = multiple * by_label[label][0]["train_len"]
         values = paired_differences(by_label[label], by_label[to], name, [length])[:, 0]
+        if len(values) < 2 or not values.std():
+            raise ValueError(f"{figure}: {label} and {to} need two seeds and a difference to test")
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, multiple=multiple)
         row |= dict(seeds=len(values), mean=values.mean(), half_interval=half_interval(values))
         rows.append(row | dict(p=stats.ttest_1samp(values, 0).pvalue))

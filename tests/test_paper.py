@@ -12,13 +12,12 @@ import pytest
 import torch
 from conftest import ROOT, refuses
 
-import eval_passkey
-import eval_perplexity
+import common
+import figures
 import jobs
 import paper
 import train
 from evaluation import evaluation_parser
-from figures import matched_sigma
 from fope import FoPE
 
 
@@ -50,12 +49,13 @@ def test_every_command_of_every_figure_is_understood(name, size, tmp_path, monke
                 assert args.tokens == job.tokens and args.seed in (0, 1)
             else:
                 parser = evaluation_parser("")
-                parser.add_argument("--max_tokens")
-                parser.add_argument("--trials")
-                parser.add_argument("--data")
+                of_script = {
+                    "eval_passkey.py": ("--trials", "--seed"),
+                    "eval_perplexity.py": ("--max_tokens", "--data"),
+                }
+                for flag in of_script[script]:
+                    parser.add_argument(flag)
                 parser.parse_args(words)
-                module = eval_passkey if "passkey" in script else eval_perplexity
-                assert module.__name__ == script.removesuffix(".py")
 
 
 def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
@@ -127,9 +127,11 @@ def test_models_that_go_on_take_small_steps_and_are_read_at_the_first_length(tmp
     }
 
 
-def test_matched_noise_is_the_noise_of_the_tables():
-    """sqrt(D) times the std of a weight, as drawn, is that of FoPE for each D that is compared."""
-    shape = dict(head_dim=64, n_head=4, train_len=128)
+@pytest.mark.parametrize("preset", ["tiny", "20M"])
+def test_matched_noise_is_the_noise_of_the_tables(preset):
+    """sqrt(D) times the std of a weight, as drawn, is that of FoPE where a label says so."""
+    config = paper.recipe_config(preset)
+    shape = dict(head_dim=64, n_head=4, train_len=config.train_len)
     torch.manual_seed(0)
 
     def noise(**kwargs):
@@ -137,11 +139,10 @@ def test_matched_noise_is_the_noise_of_the_tables():
         noise = [pos.cos_coef - pos.identity(*pos.cos_coef.shape[1:]) for pos in drawn]
         return torch.stack(noise).std() * math.sqrt(noise[0].size(1))
 
-    plain = noise()
-    for args in ({"floor": False}, {"n_freq": 22}, {"n_freq": 44}, {"n_freq": 88}):
-        D = args.get("n_freq", 32)
-        sigma = matched_sigma(D, 11 if "n_freq" in args else 32)
-        assert noise(sigma=sigma, **args) == pytest.approx(plain, rel=0.02)
+    plain, matched = noise(), (figures.FS_MATCHED, figures.DS[-1])
+    for model in matched:
+        words = paper.model_flags(model, config).split("--pos_args ")[1]
+        assert noise(**common.parse_pos_args(words.split())) == pytest.approx(plain, rel=0.02)
 
 
 # --- the runner
