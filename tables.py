@@ -324,9 +324,20 @@ def table_of(name, options, folder):
                     by_label[label] = [r for r in rs if r["seed"] == int(value)]
         elif key == "kind":
             results = {value: results[value]}
+        elif key == "copies":  # passkeys of models that find nearly all at the training length
+            results = {"passkey": only_copying(results["passkey"])}
         elif key == "to":
             to = value
     return markdown_table(results, "loss" if "loss" in options else "perplexity", to)
+
+
+def only_copying(by_label, share=0.95):
+    """The models that find this share of the keys at 1x: others say nothing about 2x."""
+
+    def copies(r):
+        return r["lengths"][r["train_len"]]["accuracy"] >= share
+
+    return {label: [r for r in rs if copies(r)] for label, rs in by_label.items()}
 
 
 def fill_tables(text, folder):

@@ -64,7 +64,7 @@ def test_the_recipe_of_the_committed_figure_is_still_its_recipe(tmp_path):
     for result in json.loads((ROOT / "results" / "figure1.json").read_text()):
         kind = "text" if result["kind"] == "perplexity" else "passkey"
         found[f"{kind}/{result['pos']}_s{result['seed']}"] = result["training"]
-    seeds = arguments(tmp_path, seeds=3, passkey_seeds=4)
+    seeds = arguments(tmp_path, seeds=5, passkey_seeds=10)
     made = paper.jobs_of(paper.FIGURES["figure1"], seeds)
     assert {job.name for job in made} == set(found)
     for job in made:

@@ -55,6 +55,19 @@ def test_where_all_are_equal_there_is_no_interval(tmp_path):
     assert "| RoPE | 3 | 0 | 0 |" in table and "minus FoPE, % of tokens" in table
 
 
+def test_models_that_do_not_copy_can_be_left_out(tmp_path):
+    """Three of four RoPE models find 95 % at 1x; pairs are those where both do."""
+    results = []
+    for pos, accuracies in (("rope", (1.0, 0.5, 0.96, 0.95)), ("fope", (0.94, 1.0, 1.0, 1.0))):
+        for seed, accuracy in enumerate(accuracies):
+            path = result_file(tmp_path, "passkey", pos, seed, accuracy)
+            results.append(json.loads(path.read_text()))
+    write(tmp_path / "a.json", results)
+    table = tables.table_of("a", "kind=passkey copies", tmp_path)
+    rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| RoPE")]
+    assert [n for _, n in rows] == ["3", "3", "2"]
+
+
 def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
     results = evaluations(tmp_path, {"FoPE": [1.0, 1.2], "RoPE": [1.1, 1.3]}, data="books")
     results += evaluations(tmp_path, {"FoPE": [1.5, 1.7], "RoPE": [1.7, 1.9]}, data="c4")
