@@ -45,6 +45,7 @@ STYLES = {
 }
 MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000", "*")]
 MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's
+MORE_STYLES += [("#DDCC77", "d"), ("#CC6677", "8")]
 
 # --- figures
 
@@ -72,7 +73,7 @@ def styles(labels):
     return style
 
 
-def draw_lines(ax, by_label, name, style, band=True, **kwargs):
+def draw_lines(ax, by_label, name, style, band, **kwargs):
     for label, results in by_label.items():
         lengths, mean, std, n = seed_stats(results, name)
         ax.plot(lengths, mean, ms=5, label=label, **{**style[label], **kwargs})
@@ -90,8 +91,8 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
-def perplexity_panel(ax, by_label, measure, kind, style, note):
-    draw_lines(ax, by_label, measure, style)
+def perplexity_panel(ax, by_label, measure, kind, style, note, band):
+    draw_lines(ax, by_label, measure, style, band)
     name = "loss in nats" if measure == "loss" else measure
     ax.set_ylabel(f"{name} per {unit_of(next(iter(by_label.values())))} (lower is better)")
     title = kind.replace("perplexity", measure).capitalize()
@@ -104,9 +105,9 @@ def perplexity_panel(ax, by_label, measure, kind, style, note):
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def passkey_panel(ax, by_label, style, note):
+def passkey_panel(ax, by_label, style, note, band):
     thin = dict(ls="--", lw=0.9, alpha=0.6)
-    draw_lines(ax, by_label, "accuracy", style)
+    draw_lines(ax, by_label, "accuracy", style, band)
     draw_lines(ax, by_label, "token_accuracy", style, band=False, **thin)
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("passkeys retrieved (higher is better)")
@@ -119,17 +120,18 @@ def figure_length(results, measure="perplexity"):
     """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [kind for kind in results if results[kind]]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
-    beside = len(style) > 6  # so many lines leave no room for the legend
+    beside = len(style) > 6  # so many lines leave no room for the legend, or for bands
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for ax, kind in zip(axes[0], panels, strict=True):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
-        note = f"mean of {seeds} seeds, band: std" if seeds > 1 else "one seed"
+        note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+        note += ", band: std" if seeds > 1 and not beside else ""
         if kind == "passkey":
-            passkey_panel(ax, by_label, style, note)
+            passkey_panel(ax, by_label, style, note, not beside)
         else:
-            perplexity_panel(ax, by_label, measure, kind, style, note)
+            perplexity_panel(ax, by_label, measure, kind, style, note, not beside)
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
