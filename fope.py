@@ -103,21 +103,22 @@ class ALiBi(PositionEmbedding):
         self.register_buffer("slopes", alibi_slopes(self.n_head), persistent=False)
 
     def attend(self, q, k, v):
+        q, k, v = self.with_bias(q, k, v, torch.arange(q.size(-2), device=q.device))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        return y[..., : self.head_dim]
+
+    def with_bias(self, q, k, v, j):
         """
         The bias without a mask. Softmax ignores what is constant in a row, so -m(i - j) is the
-        same as +m j: one number per key, which two more columns of q and k bring into the dot
-        product. j is split into 256 floor(j/256) and j mod 256, since bf16 holds integers exactly
-        only up to 256, and both parts exactly up to j = 65535.
+        same as +m j: one number per key, at position j (T,), which two more columns of q and k
+        bring into the dot product. j is split into 256 floor(j/256) and j mod 256, since bf16 holds
+        integers exactly only up to 256, and both parts exactly up to j = 65535.
         """
-        B, H, T, head_dim = q.shape
-        j = torch.arange(T, device=q.device)
-        key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(q.dtype).expand(B, H, T, 2)
-        query_columns = self.slopes.to(q.dtype).view(1, H, 1, 1).expand(B, H, T, 2)
-        q = torch.cat((q / math.sqrt(head_dim), query_columns), dim=-1)  # (B, H, T, head_dim + 2)
-        k = torch.cat((k, key_columns), dim=-1)
-        v = F.pad(v, (0, 2))  # the fused CPU kernel wants q, k and v of one width
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-        return y[..., :head_dim]
+        key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(k.dtype)
+        query_columns = self.slopes.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 2)
+        q = torch.cat((q / math.sqrt(self.head_dim), query_columns), dim=-1)  # head_dim + 2
+        k = torch.cat((k, key_columns.expand(*k.shape[:-1], 2)), dim=-1)
+        return q, k, F.pad(v, (0, 2))  # the fused CPU kernel wants q, k and v of one width
 
     def scores(self, q, k):
         t = torch.arange(q.size(-2), device=q.device)
@@ -215,11 +216,15 @@ class FoPE(RoPE):
     With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their share of
     q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
     alone: close to 0, so that their pairs all but drop out of q.k.
+    cap=False leaves head_dim/4 out. So it is for a model that was trained with RoPE: each frequency
+    stays on the pair that has learned it, where s = 2 would move them all.
     CF alone is sigma=0. FS alone is floor=False: head_dim/4 does not cut then, and sigma has to be
     larger for the same noise.
     """
 
-    def __init__(self, *, sigma=0.3, n_freq=None, variant="released", floor=True, **kwargs):
+    def __init__(
+        self, *, sigma=0.3, n_freq=None, variant="released", floor=True, cap=True, **kwargs
+    ):
         super().__init__(**kwargs)
         if variant not in ("released", "paper"):
             raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
@@ -231,7 +236,7 @@ class FoPE(RoPE):
         kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
         D = len(kept) if n_freq is None else n_freq
         K = len(kept)
-        if variant == "released" and floor:
+        if variant == "released" and floor and cap:
             K = min(K, self.head_dim // 4)
         if K == 0:
             size = f"head_dim {self.head_dim} and train_len {self.train_len}"

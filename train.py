@@ -172,7 +172,9 @@ def new_model(args, data):
     if args.pos == was.pos:  # what was given to it stays
         pos_args, scaling = was.pos_args | pos_args, scaling or was.rope_scaling
     else:
-        pos_args = GPTConfig.preset(size, pos=args.pos).pos_args | pos_args
+        # RoPE's frequencies stay on the pairs that have learned them
+        uncapped = {"cap": False} if args.pos == "fope" else {}
+        pos_args = GPTConfig.preset(size, pos=args.pos).pos_args | uncapped | pos_args
     model = with_pos(old, pos_args=pos_args, rope_scaling=scaling, **chosen)
     if args.pos == "fope" and was.pos != "fope":
         tell_of_noise(model.blocks[0].attn.pos)

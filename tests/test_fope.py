@@ -210,7 +210,14 @@ def test_released_variant_caps_the_outputs_and_strides_the_identity():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"train_len": 512}, {"variant": "paper"}, {"floor": False}, {"train_len": 100}]
+    "kwargs",
+    [
+        {"train_len": 512},
+        {"variant": "paper"},
+        {"floor": False},
+        {"train_len": 100},
+        {"cap": False},
+    ],
 )
 def test_without_the_cap_every_series_has_the_frequency_of_its_number(kwargs):
     pos = FoPE(**{"head_dim": 64, "n_head": 2, "train_len": 1024, "sigma": 0.0, **kwargs})
