@@ -1,0 +1,182 @@
+"""
+NoPE, ALiBi, RoPE or FoPE in a Llama of the transformers library: its weights, our embedding.
+
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM-1.7B")
+    swap_position_embedding(model, "fope", train_len=4096)
+    model.save_pretrained(FOLDER)               # with coefficients and choice
+    model = load(FOLDER)                        # or any Auto class, once hf.swap is imported
+
+How: the model's own rotation is replaced by one that does nothing, so that queries, keys and the
+cache arrive unturned in an attention function of ours. It turns them and calls the library's.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from fope import ALiBi, FoPE, RoPE, apply_rotation
+from model import GPTConfig, make_pos
+
+# --- attention
+
+
+def positions(mask, T, S):
+    """
+    The positions of the last T queries and of all S keys, as indices. Without a mask nothing is
+    padded, and they are slices. With one, (B, 1, T, S) and true where query sees key, a token's
+    position is the number of tokens before it, so that padding counts for nothing: (B, T), (B, S).
+    """
+    if mask is None:
+        # a cache of fixed size holds more than the T keys of its first call, which come first
+        return slice(S - T, S) if T == 1 else slice(T), slice(S)
+    queries = mask[:, 0].sum(dim=-1) - 1
+    keys = queries if T == S else mask[:, 0, -1].cumsum(dim=-1) - 1
+    return queries.clamp(min=0), keys.clamp(min=0)
+
+
+def at(table, index):
+    """Rows of a table (length, pairs) or (n_head, length, pairs), for x (B, heads, T, head_dim)."""
+    if isinstance(index, slice):
+        return table[..., index, :]
+    return table.view(-1, *table.shape[-2:])[:, index].transpose(0, 1)
+
+
+def attention(layer, q, k, v, mask, **kwargs):
+    """
+    What AttentionInterface calls: q (B, n_head, T, head_dim), k and v (B, n_kv_head, S, head_dim)
+    with the S - T cached positions first. Returns (B, T, n_head, head_dim), None.
+    """
+    pos, (T, S) = layer.pos.embedding, (q.size(-2), k.size(-2))
+    q, k = layer.q_norm(q), layer.k_norm(k)
+    queries, keys = positions(mask, T, S)
+    if isinstance(pos, FoPE):  # its coefficients are per query head
+        k, v = (repeat_kv(x, layer.num_key_value_groups) for x in (k, v))
+        layer = SimpleNamespace(is_causal=True)  # for the library: nothing left to repeat
+    if isinstance(pos, RoPE):
+        # the next power of two: a text that grows by a token a call needs no new tables
+        cos, sin = pos.tables(1 << (S - 1).bit_length())
+        q = apply_rotation(q, at(cos, queries), at(sin, queries))
+        k = apply_rotation(k, at(cos, keys), at(sin, keys))
+    if isinstance(pos, ALiBi):
+        j = torch.arange(S, device=k.device) if mask is None else keys[:, None]
+        q, k, v = pos.with_bias(q, k, v, j)
+        kwargs["scaling"] = 1.0
+    y, _ = sdpa_attention_forward(layer, q, k, v, mask, **kwargs)
+    return y[..., : pos.head_dim], None
+
+
+OURS = "swapped"  # in the library's registries
+AttentionInterface.register(OURS, attention)
+AttentionMaskInterface.register(OURS, sdpa_mask)  # without it padding would be ignored
+
+
+class Position(nn.Module):
+    """A layer's embedding. Its frequencies and coefficients stay in fp32, whatever the model is."""
+
+    def __init__(self, config):
+        super().__init__()
+        with torch.device("cpu"):  # not "meta", where from_pretrained makes a model
+            self.embedding = make_pos(config)
+        # saved like the coefficients: from_pretrained leaves what is not saved without content
+        self.embedding._non_persistent_buffers_set -= {"freqs", "slopes"}
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(lambda t: t.to(fn(t).device), recurse)
+
+
+class NoRotation(nn.Module):
+    """In the place of the library's rotary embedding: cos 1, sin 0."""
+
+    def forward(self, x, position_ids):
+        return x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
+
+
+# --- models
+
+
+class SwappedConfig(LlamaConfig):
+    """A Llama's, and what was swapped. Its own name, so that no plain Llama is made from it."""
+
+    model_type = "swapped_llama"
+    swap: dict | None = None  # GPTConfig's pos, pos_args, rope_scaling, train_len, qk_norm
+
+
+class SwappedLlama(LlamaForCausalLM):
+    config_class = SwappedConfig
+    _keep_in_fp32_modules_strict = ("pos.embedding",)
+
+    def __init__(self, config):
+        super().__init__(config)
+        install(self)
+
+
+AutoConfig.register(SwappedConfig.model_type, SwappedConfig)
+AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
+load = SwappedLlama.from_pretrained
+
+
+def our_config(config, swap):
+    """The GPTConfig of the embedding that `swap` names, in heads of the Llama's shape."""
+    choice = {name: swap[name] for name in ("pos", "pos_args", "rope_scaling", "train_len")}
+    shape = dict(n_head=config.num_attention_heads, head_dim=config.head_dim)
+    return GPTConfig(theta=config.rope_parameters["rope_theta"], **shape, **choice)
+
+
+def install(model):
+    """Put what model.config.swap says into the layers."""
+    config, qk_norm = model.config, model.config.swap["qk_norm"]
+    for layer in (block.self_attn for block in model.model.layers):
+        new, weight = Position(our_config(config, config.swap)), layer.q_proj.weight
+        if hasattr(layer, "pos"):
+            new.embedding.inherit(layer.pos.embedding.cpu())
+        layer.pos = new if weight.is_meta else new.to(weight.device)
+        for name in () if hasattr(layer, "q_norm") else ("q_norm", "k_norm"):
+            norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False) if qk_norm else nn.Identity()
+            layer.register_module(name, norm)
+    model.model.rotary_emb = NoRotation()
+    model.set_attn_implementation(OURS)
+
+
+def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0, **pos_args):
+    """
+    Exchange the position embedding of a Llama (LlamaForCausalLM) in place, and return it.
+
+    pos: "nope", "alibi", "rope" or "fope"; pos_args are its further keywords, such as sigma=0.3.
+    train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
+    rope_scaling: a dict as in baselines.rope_scaling, for YaRN or interpolation with rope or fope.
+    seed: of FoPE's coefficients. Every frequency above the floor keeps its own dimension, so that
+    what the model has learned there stays (the released code would take head_dim/4 of them).
+
+    ValueError for another architecture, for scaled RoPE, and for what the embedding does not take.
+    """
+    if type(model) not in (LlamaForCausalLM, SwappedLlama):
+        known = "a Llama (LlamaForCausalLM, as Llama 1 and 2, SmolLM 1 and 2)"
+        raise ValueError(f"{type(model).__name__} is not {known}: its position embedding stays")
+    if (kind := model.config.rope_parameters["rope_type"]) != "default":
+        raise ValueError(f"the model's RoPE is scaled ({kind}): only plain RoPE can be exchanged")
+    if pos not in ("nope", "alibi", "rope", "fope"):
+        raise ValueError(f"unknown position embedding {pos!r}; known here: nope, alibi, rope, fope")
+    old = getattr(model.config, "swap", None) or {"pos": "", "qk_norm": False}
+    if old["pos"] == pos:  # what was given to it stays
+        pos_args = old["pos_args"] | pos_args
+    elif pos == "fope":
+        pos_args = {"cap": False} | pos_args
+    swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        make_pos(our_config(model.config, swap))  # raises before anything has changed
+        model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
+        model.config.swap, model.config.architectures = swap, ["SwappedLlama"]
+        install(model)
+    return model
