@@ -1,0 +1,239 @@
+"""hf/: our embeddings in Llamas of the transformers library, and our checkpoints as such models."""
+
+import copy
+
+import pytest
+import torch
+from conftest import ROOT, need_gpt2, refuses, run_training, write_text
+
+from checkpoint import load_checkpoint, with_pos
+from data import EOT, load_tokenizer
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.slow
+
+import hf.export  # noqa: E402
+import hf.swap  # noqa: E402
+from hf.swap import swap_position_embedding  # noqa: E402
+
+POSITIONS = ("nope", "alibi", "rope", "fope")
+YARN = {"kind": "yarn", "factor": 4, "original_len": 40}
+
+
+def random_llama(n_head=4, n_kv_head=2, **kwargs):
+    """A Llama without training, whose attention is not uniform: larger weights than usual."""
+    torch.manual_seed(0)
+    shape = dict(num_attention_heads=n_head, num_key_value_heads=n_kv_head, head_dim=16)
+    size = dict(vocab_size=90, hidden_size=36, intermediate_size=48, num_hidden_layers=2)
+    ends = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    config = transformers.LlamaConfig(
+        **size, **shape, **ends, max_position_embeddings=40, initializer_range=0.3, **kwargs
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(*shape):
+    return torch.randint(1, 90, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=["nope", "alibi", "rope", "fope", "rope yarn", "fope yarn", "fope 9 heads"])
+def swapped(request):
+    """A swapped Llama; SmolLM-135M has 9 heads, 3 of them for keys."""
+    pos, _, how = request.param.partition(" ")
+    llama = random_llama(9, 3) if how == "9 heads" else random_llama()
+    return swap_position_embedding(llama, pos, 40, rope_scaling=YARN if how == "yarn" else None)
+
+
+@torch.no_grad()
+def logits(model, ids, **kwargs):
+    return model(ids, **kwargs).logits
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3)])
+def test_our_rope_is_the_librarys_to_the_last_bit(heads):
+    llama, ids = random_llama(*heads), tokens(2, 100)
+    before = logits(llama, ids)
+    assert torch.equal(logits(swap_position_embedding(llama, "rope", 40), ids), before)
+
+
+def test_the_embeddings_differ():
+    all_logits = [
+        logits(swap_position_embedding(random_llama(), p, 40), tokens(1, 60)) for p in POSITIONS
+    ]
+    for i in range(4):
+        for j in range(i):
+            assert (all_logits[i] - all_logits[j]).abs().max() > 0.01
+
+
+def test_the_cache_changes_nothing(swapped):
+    ids = tokens(2, 70)
+    whole, out, parts = logits(swapped, ids), None, []
+    for part in ids.split([30, 1, 1, 20, 18], dim=1):
+        with torch.no_grad():
+            out = swapped(part, past_key_values=out and out.past_key_values, use_cache=True)
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(swapped, side):
+    ids, lengths = tokens(3, 60), (60, 33, 7)
+    padded, mask = torch.zeros(2, 3, 64, dtype=torch.long)
+    where = [slice(64 - n, 64) if side == "left" else slice(n) for n in lengths]
+    for i, n in enumerate(lengths):
+        padded[i, where[i]], mask[i, where[i]] = ids[i, :n], 1
+    both = logits(swapped, padded, attention_mask=mask)
+    for i, n in enumerate(lengths):
+        alone = logits(swapped, ids[i : i + 1, :n])[0]
+        torch.testing.assert_close(both[i, where[i]], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_padded_batch_generates_what_each_prompt_does(swapped, cache):
+    ids, lengths = tokens(3, 30), (30, 18, 5)
+    padded, mask = torch.zeros(2, 3, 30, dtype=torch.long)
+    for i, n in enumerate(lengths):
+        padded[i, 30 - n :], mask[i, 30 - n :] = ids[i, :n], 1
+    greedy = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    both = swapped.generate(padded, attention_mask=mask, cache_implementation=cache, **greedy)
+    for i, n in enumerate(lengths):
+        prompt = ids[i : i + 1, :n]
+        whole_mask = torch.ones_like(prompt)
+        alone = swapped.generate(prompt, attention_mask=whole_mask, use_cache=False, **greedy)
+        assert both[i, 30:].tolist() == alone[0, n:].tolist()
+
+
+def test_saved_and_loaded(swapped, tmp_path):
+    ids = tokens(2, 60)
+    before = logits(swapped, ids)
+    swapped.save_pretrained(tmp_path)
+    for load in (hf.swap.load, transformers.AutoModelForCausalLM.from_pretrained):
+        assert torch.equal(logits(load(tmp_path).eval(), ids), before)
+    # in bf16 the tables stay as they are: rounded frequencies would be other frequencies
+    loaded = hf.swap.load(tmp_path, dtype=torch.bfloat16).eval()
+    for model in (loaded, copy.deepcopy(swapped).to(torch.bfloat16)):
+        pos, was = (m.model.layers[1].self_attn.pos.embedding for m in (model, swapped))
+        assert all(map(torch.equal, pos.state_dict().values(), was.state_dict().values()))
+        assert model(ids).logits.dtype == torch.bfloat16
+        agree = logits(model, ids).argmax(-1) == before.argmax(-1)
+        assert agree.float().mean() > 0.8
+
+
+def test_gradients_with_checkpointing(swapped):
+    ids, gradients = tokens(2, 48), []
+    for _ in range(2):
+        swapped.train().zero_grad()
+        swapped(ids, labels=ids).loss.backward()
+        gradients.append(swapped.model.layers[0].self_attn.k_proj.weight.grad.clone())
+        swapped.gradient_checkpointing_enable()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("pos", ["alibi", "fope"])
+def test_compiled_it_is_the_same(pos):
+    model, ids = swap_position_embedding(random_llama(), pos, 40), tokens(2, 48)
+    compiled = torch.compile(model, backend="aot_eager")  # the graph, without a C++ compiler
+    torch.testing.assert_close(logits(compiled, ids), logits(model, ids), atol=1e-5, rtol=1e-4)
+
+
+def test_a_swap_keeps_every_frequency_on_its_own_dimension():
+    llama = swap_position_embedding(random_llama(), "fope", 4096, sigma=0.0)
+    cos, _ = llama.model.layers[0].self_attn.pos.embedding.tables(64)
+    freqs = 10000.0 ** (-torch.arange(8) / 8)
+    kept = freqs >= 2 * torch.pi / 4096
+    expected = torch.where(kept, torch.outer(torch.arange(64).float(), freqs).cos(), 1.0)
+    assert kept.sum() == 6  # more than head_dim / 4
+    torch.testing.assert_close(cos, expected.expand_as(cos), atol=1e-5, rtol=0)
+
+
+def test_the_same_seed_swaps_in_the_same_noise():
+    a, b, c = (swap_position_embedding(random_llama(), "fope", 40, seed=s) for s in (0, 0, 1))
+    coefs = [m.model.layers[0].self_attn.pos.embedding.cos_coef for m in (a, b, c)]
+    assert torch.equal(coefs[0], coefs[1]) and not torch.equal(coefs[0], coefs[2])
+    assert not torch.equal(coefs[0], a.model.layers[1].self_attn.pos.embedding.cos_coef)
+    longer = swap_position_embedding(a, "fope", 41)  # again: what was drawn is kept
+    assert torch.equal(longer.model.layers[0].self_attn.pos.embedding.cos_coef, coefs[0])
+
+
+def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
+    llama3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    gpt2 = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=90)
+    for model, pos, kwargs, words in (
+        (transformers.GPT2LMHeadModel(gpt2), "fope", {}, "GPT2LMHeadModel"),
+        (random_llama(rope_parameters=llama3), "fope", {}, "llama3"),
+        (random_llama(), "kerple", {}, "kerple"),
+        (random_llama(), "fope", {"sigma": -1}, "sigma"),
+        (random_llama(), "rope", {"sigma": 1}, "sigma"),
+        (random_llama(), "alibi", {"rope_scaling": YARN}, "alibi"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            swap_position_embedding(model, pos, 40, **kwargs)
+        assert not isinstance(model, hf.swap.SwappedLlama)
+        logits(model, tokens(1, 30))
+
+
+# -----------------------------------------------------------------------------
+# hf/export.py
+
+
+def export(run, out):
+    hf.export.main([str(run), "--out", str(out)])
+    return transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+
+
+@pytest.mark.parametrize("flags", [[], ["--qk_norm"]], ids=["", "qk_norm"])
+@pytest.mark.parametrize("pos", [*POSITIONS, "rope_a", "fope_shared"])
+def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path):
+    run = run_training(data_folder, tmp_path / "run", f"--pos={pos}", *flags)
+    ours, _, _ = load_checkpoint(run)
+    theirs = export(run, tmp_path / "exported")
+    assert (type(theirs) is transformers.LlamaForCausalLM) == (pos == "rope" and not flags)
+    for T in (32, 128):
+        ids = torch.randint(512, (2, T))
+        torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
+
+
+def test_a_swap_after_the_export_is_that_of_train_py(data_folder, tmp_path):
+    run = run_training(data_folder, tmp_path / "run", "--pos=rope")
+    fope = dict(pos="fope", pos_args={"cap": False, "sigma": 0.0}, train_len=64)
+    ours = with_pos(load_checkpoint(run)[0], **fope)
+    theirs = swap_position_embedding(export(run, tmp_path / "exported"), "fope", 64, sigma=0.0)
+    ids = torch.randint(512, (2, 100))
+    torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
+
+
+def test_an_exported_run_writes_through_a_pipeline(checkpoint, tmp_path):
+    export(checkpoint, tmp_path)
+    write = transformers.pipeline("text-generation", str(tmp_path))
+    text = write("Document", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert text.startswith("Document") and len(text) > len("Document")
+    assert "hf.swap.load" in (tmp_path / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
+    run = run_training(data_folder, tmp_path / "run", "--pos=kerple")
+    refuses(hf.export.main, [run, "--out", tmp_path / "out"], "kerple")
+    refuses(hf.export.main, [tmp_path / "nothing", "--out", tmp_path / "out"], "no checkpoint")
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe", "gpt2"])
+def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
+    if name == "gpt2":
+        need_gpt2()
+    ours = load_tokenizer("bpe:512" if name == "bpe" else name, data_folder)
+    hf.export.to_fast_tokenizer(ours).save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [path.read_text() for path in sorted(write_text(tmp_path / "text", 3).iterdir())]
+    texts += [
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        "",
+        " ",
+        "\n\n  two\tlines \n",
+        "don't 12345 naïve 你好 🙂",
+    ]
+    for text in texts:
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode_ordinary(text)
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == theirs.convert_tokens_to_ids(EOT) == ours.eot_token
