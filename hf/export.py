@@ -41,7 +41,6 @@ it, `import hf.swap; model = hf.swap.load(FOLDER)` reads it; after that import p
 
 def llama_config(config, tokenizer):
     """The library's name for each field of a GPTConfig."""
-    end = tokenizer.eot_token
     return dict(
         vocab_size=config.vocab_size,
         hidden_size=config.n_embd,
@@ -53,8 +52,8 @@ def llama_config(config, tokenizer):
         max_position_embeddings=config.train_len,
         rope_parameters={"rope_type": "default", "rope_theta": config.theta},
         rms_norm_eps=1e-6,
-        bos_token_id=end,
-        eos_token_id=end,
+        bos_token_id=tokenizer.eot_token,
+        eos_token_id=tokenizer.eot_token,
     )
 
 

@@ -47,7 +47,7 @@ def positions(mask, T, S):
 
 def at(table, index):
     """Rows of a table (length, pairs) or (n_head, length, pairs), for x (B, heads, T, head_dim)."""
-    if isinstance(index, slice):
+    if type(index) is slice:
         return table[..., index, :]
     return table.view(-1, *table.shape[-2:])[:, index].transpose(0, 1)
 
@@ -57,9 +57,8 @@ def attention(layer, q, k, v, mask, **kwargs):
     What AttentionInterface calls: q (B, n_head, T, head_dim), k and v (B, n_kv_head, S, head_dim)
     with the S - T cached positions first. Returns (B, T, n_head, head_dim), None.
     """
-    pos, (T, S) = layer.pos.embedding, (q.size(-2), k.size(-2))
-    q, k = layer.q_norm(q), layer.k_norm(k)
-    queries, keys = positions(mask, T, S)
+    q, k, pos, S = layer.q_norm(q), layer.k_norm(k), layer.pos.embedding, k.size(-2)
+    queries, keys = positions(mask, q.size(-2), S)
     if isinstance(pos, FoPE):  # its coefficients are per query head
         k, v = (repeat_kv(x, layer.num_key_value_groups) for x in (k, v))
         layer = SimpleNamespace(is_causal=True)  # for the library: nothing left to repeat
@@ -76,6 +75,7 @@ def attention(layer, q, k, v, mask, **kwargs):
     return y[..., : pos.head_dim], None
 
 
+POSITIONS = ("nope", "alibi", "rope", "fope")
 OURS = "swapped"  # in the library's registries
 AttentionInterface.register(OURS, attention)
 AttentionMaskInterface.register(OURS, sdpa_mask)  # without it padding would be ignored
@@ -154,29 +154,27 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
 
     pos: "nope", "alibi", "rope" or "fope"; pos_args are its further keywords, such as sigma=0.3.
     train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
-    rope_scaling: a dict as in baselines.rope_scaling, for YaRN or interpolation with rope or fope.
-    seed: of FoPE's coefficients. Every frequency above the floor keeps its own dimension, so that
-    what the model has learned there stays (the released code would take head_dim/4 of them).
-
+    rope_scaling: keywords of baselines.rope_scaling, for YaRN or interpolation. seed: of FoPE's
+    noise. Every frequency above the floor stays on the pair that has learned it (cap=False).
     ValueError for another architecture, for scaled RoPE, and for what the embedding does not take.
     """
     if type(model) not in (LlamaForCausalLM, SwappedLlama):
-        known = "a Llama (LlamaForCausalLM, as Llama 1 and 2, SmolLM 1 and 2)"
-        raise ValueError(f"{type(model).__name__} is not {known}: its position embedding stays")
+        raise ValueError(f"{type(model).__name__} is no LlamaForCausalLM: nothing can be exchanged")
     if (kind := model.config.rope_parameters["rope_type"]) != "default":
         raise ValueError(f"the model's RoPE is scaled ({kind}): only plain RoPE can be exchanged")
-    if pos not in ("nope", "alibi", "rope", "fope"):
-        raise ValueError(f"unknown position embedding {pos!r}; known here: nope, alibi, rope, fope")
+    if pos not in POSITIONS:
+        raise ValueError(f"unknown position embedding {pos!r}; known here: {', '.join(POSITIONS)}")
     old = getattr(model.config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args = old["pos_args"] | pos_args
     elif pos == "fope":
         pos_args = {"cap": False} | pos_args
     swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
+    make_pos(our_config(model.config, swap))  # raises before anything has changed
+    longest = max(model.config.max_position_embeddings, train_len)  # for other tools
+    model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
+    model.config.update(dict(swap=swap, max_position_embeddings=longest))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        make_pos(our_config(model.config, swap))  # raises before anything has changed
-        model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
-        model.config.swap, model.config.architectures = swap, ["SwappedLlama"]
         install(model)
     return model

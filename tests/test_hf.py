@@ -1,6 +1,9 @@
 """hf/: our embeddings in Llamas of the transformers library, and our checkpoints as such models."""
 
 import copy
+import json
+import random
+import re
 
 import pytest
 import torch
@@ -20,11 +23,11 @@ POSITIONS = ("nope", "alibi", "rope", "fope")
 YARN = {"kind": "yarn", "factor": 4, "original_len": 40}
 
 
-def random_llama(n_head=4, n_kv_head=2, **kwargs):
+def random_llama(n_head=4, n_kv_head=2, vocab_size=90, **kwargs):
     """A Llama without training, whose attention is not uniform: larger weights than usual."""
     torch.manual_seed(0)
     shape = dict(num_attention_heads=n_head, num_key_value_heads=n_kv_head, head_dim=16)
-    size = dict(vocab_size=90, hidden_size=36, intermediate_size=48, num_hidden_layers=2)
+    size = dict(vocab_size=vocab_size, hidden_size=36, intermediate_size=48, num_hidden_layers=2)
     ends = dict(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     config = transformers.LlamaConfig(
         **size, **shape, **ends, max_position_embeddings=40, initializer_range=0.3, **kwargs
@@ -237,3 +240,75 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
         assert ids == ours.encode_ordinary(text)
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == theirs.convert_tokens_to_ids(EOT) == ours.eot_token
+
+
+# -----------------------------------------------------------------------------
+# hf/finetune.py
+
+
+@pytest.fixture
+def llama_folder(tmp_path):
+    """A random Llama of 64 tokens with the byte tokenizer."""
+    random_llama(vocab_size=257).save_pretrained(tmp_path / "llama")
+    hf.export.to_fast_tokenizer(load_tokenizer("byte", "")).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def write_jsonl(path, chats=False):
+    words = [
+        "The",
+        "position",
+        "of",
+        "a",
+        "token",
+        "is",
+        "known",
+        "to",
+        "the",
+        "model",
+        "by",
+        "its",
+        "embedding",
+        "alone",
+    ]
+    rng = random.Random(0)
+    with open(path, "w", encoding="utf-8") as f:
+        for _ in range(30):
+            text = " ".join(rng.choices(words, k=40))
+            turns = [{"role": role, "content": text} for role in ("user", "assistant")]
+            f.write(json.dumps({"messages": turns} if chats else {"text": text}) + "\n")
+    return path
+
+
+def finetune():
+    return pytest.importorskip("hf.finetune", reason="trl is not installed").main
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path, capsys):
+    data, out = write_jsonl(tmp_path / "data.jsonl", chats), tmp_path / "out"
+    argv = [llama_folder, "--pos", "fope", "--data", data, "--context", 64, "--out", out]
+    argv += ["--lr", 0.01, "--trainer", "logging_steps=1", "save_steps=5"]
+    finetune()([*map(str, argv), "max_steps=10"])
+    before, after = re.search(
+        r"([0-9.]+) nats.* ([0-9.]+) with fope", capsys.readouterr().out
+    ).groups()
+    assert float(before) > 5 and abs(float(after) - float(before)) < 2
+    finetune()([*map(str, argv), "max_steps=20"])
+    state = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())
+    losses = [line["loss"] for line in state["log_history"] if "loss" in line]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
+    config = hf.swap.load(out).config
+    assert config.swap["train_len"] == config.max_position_embeddings == 64
+
+
+def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
+    main, data = finetune(), write_jsonl(tmp_path / "data.jsonl")
+    out = ["--out", tmp_path / "out"]
+    refuses(main, [llama_folder, "--data", tmp_path / "none.jsonl", *out], "none.jsonl")
+    refuses(main, [tmp_path / "none", "--data", data, *out], "none")
+    refuses(main, [llama_folder, "--data", data, "--pos", "fire", *out], "fire")
+    refuses(main, [llama_folder, "--data", data, "--trainer", "weight_deca=1", *out], "weight_deca")
+    refuses(main, [llama_folder, "--data", data, "--context", 100_000, *out], "100,000")
+    (tmp_path / "other.jsonl").write_text('{"question": "who?"}\n')
+    refuses(main, [llama_folder, "--data", tmp_path / "other.jsonl", *out], "messages")

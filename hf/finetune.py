@@ -1,0 +1,119 @@
+"""
+Fine-tune a Llama, with another position embedding or its own, by TRL's SFTTrainer.
+
+    python -m hf.finetune HuggingFaceTB/SmolLM-1.7B --pos fope --data chats.jsonl --out smollm_fope
+    torchrun --nproc_per_node=4 -m hf.finetune ...                            on several GPUs
+
+As the paper fine-tunes: AdamW, 3e-4, a cosine with a tenth of warm-up, one epoch, from 2048 to 4096
+tokens. --data has a "messages" (chats) or "text" field: a .jsonl, or a data set of the hub, packed
+into sequences of --context tokens. The same --seed gives RoPE and FoPE the same data in the same
+order. Run again, it continues from its last checkpoint.
+"""
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+import common
+from hf.swap import POSITIONS, swap_position_embedding
+
+# for models that have no template of their own; SmolLM's is the same
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def parse_args(argv):
+    parser = common.ArgumentParser(__doc__)
+    add, size = parser.add_argument, common.positive_int
+    add("model", metavar="MODEL", help="a Llama: a folder, or a name on the hub")
+    add("--data", required=True, help="a .jsonl file, or a data set of the hub")
+    add("--split", default="train", help="of a data set of the hub")
+    add("--out", required=True, help="folder for checkpoints and the model")
+    add("--pos", choices=POSITIONS, help="without it the model's own stays")
+    add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as sigma=0.4")
+    add("--yarn_scale", type=common.number(float, 1, 10**9), help="for rope or fope: YaRN")
+    add("--context", type=size, default=4096, help="tokens of a sequence")
+    add("--batch_size", type=size, default=4, help="sequences a step and process")
+    add("--grad_accum", type=size, default=1, help="batches before a step of the optimizer")
+    add("--epochs", type=common.number(float, 0, 1000), default=1.0, help="of the data")
+    add("--lr", type=common.number(float, 0, 1), default=3e-4, help="peak learning rate")
+    add("--seed", type=common.seed_int, default=0, help="of FoPE's noise and the data order")
+    add("--trainer", nargs="*", default=[], metavar="K=V", help="further fields of TRL's SFTConfig")
+    return parser.parse_args(argv)
+
+
+def first_line(what, call):
+    """call(), whose error (of files, names, networks, fields) becomes one sentence."""
+    try:
+        return call()
+    except Exception as e:
+        raise ValueError(f"{what}: {str(e).strip().splitlines()[0]}") from None
+
+
+def read_data(name, split):
+    """A data set with a "messages" or "text" field. ValueError if there is none."""
+    which = dict(path=name, split=split)
+    if name.endswith((".jsonl", ".json")):
+        which = dict(path="json", data_files=name, split="train")
+    data = first_line(f"no data {name}", lambda: load_dataset(**which))
+    if not {"messages", "text"} & set(data.column_names):
+        raise ValueError(f'{name} has no "messages" and no "text", only {data.column_names}')
+    return data
+
+
+@torch.no_grad()
+def mean_loss(model, sequences):
+    """Nats per token of sequences (N, context)."""
+    model.eval()
+    ids = torch.tensor(sequences, device=model.device)[:, None]
+    return sum(model(x, labels=x).loss.item() for x in ids) / len(ids)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    no, load = f"no model {args.model}", AutoModelForCausalLM.from_pretrained
+    model = first_line(no, lambda: load(args.model, dtype=torch.float32))
+    tokenizer = first_line(no, lambda: AutoTokenizer.from_pretrained(args.model))
+    tokenizer.chat_template = tokenizer.chat_template or CHATML
+    recipe = dict(
+        output_dir=args.out,
+        max_length=args.context,
+        packing=True,
+        packing_strategy="wrapped",
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.grad_accum,
+        num_train_epochs=args.epochs,
+        learning_rate=args.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,  # of all
+        bf16=torch.cuda.is_available(),
+        seed=args.seed,
+        save_total_limit=1,
+        report_to="none",
+    )
+    recipe |= common.parse_pos_args(args.trainer)
+    config = first_line("--trainer", lambda: SFTConfig(**recipe))
+    data = read_data(args.data, args.split)
+    trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
+    some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
+    if not some:
+        raise ValueError(f"{args.data} has fewer tokens than the {args.context:,} of --context")
+    if args.pos:
+        before = mean_loss(model, some)
+        chosen = common.parse_pos_args(args.pos_args) | dict(seed=args.seed)
+        if args.yarn_scale:
+            trained = dict(original_len=model.config.max_position_embeddings)
+            chosen["rope_scaling"] = dict(kind="yarn", factor=args.yarn_scale, **trained)
+        swap_position_embedding(model, args.pos, args.context, **chosen)
+        after = f"{mean_loss(model, some):.4f} with {args.pos}"
+        print(f"{before:.4f} nats per token with its own embedding, {after}")
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out))
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    common.one_sentence_errors(main)()
