@@ -273,8 +273,10 @@ def provenance(device):
         hardware = f"{world_size()} x {hardware}"
     script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
     script = str(script.relative_to(root)) if script.is_relative_to(root) else script.name
+    module = sys.modules["__main__"].__spec__  # of python -m
+    script = ["-m", module.name] if module else [script]
     return {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "command": shlex.join(["python", *script, *sys.argv[1:]]),
         "commit": git_commit(),
         "hardware": hardware,
         "software": f"Python {platform.python_version()}, torch {torch.__version__}",

@@ -12,11 +12,11 @@ order. Run again, it continues from its last checkpoint.
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 import common
+from hf.models import first_line, load_model
 from hf.swap import POSITIONS, swap_position_embedding
 
 # for models that have no template of their own; SmolLM's is the same
@@ -29,7 +29,7 @@ CHATML = (
 def parse_args(argv):
     parser = common.ArgumentParser(__doc__)
     add, size = parser.add_argument, common.positive_int
-    add("model", metavar="MODEL", help="a Llama: a folder, or a name on the hub")
+    add("model", metavar="MODEL", help="a Llama: a folder, a name on the hub, a run")
     add("--data", required=True, help="a .jsonl file, or a data set of the hub")
     add("--split", default="train", help="of a data set of the hub")
     add("--out", required=True, help="folder for checkpoints and the model")
@@ -44,14 +44,6 @@ def parse_args(argv):
     add("--seed", type=common.seed_int, default=0, help="of FoPE's noise and the data order")
     add("--trainer", nargs="*", default=[], metavar="K=V", help="further fields of TRL's SFTConfig")
     return parser.parse_args(argv)
-
-
-def first_line(what, call):
-    """call(), whose error (of files, names, networks, fields) becomes one sentence."""
-    try:
-        return call()
-    except Exception as e:
-        raise ValueError(f"{what}: {str(e).strip().splitlines()[0]}") from None
 
 
 def read_data(name, split):
@@ -75,9 +67,7 @@ def mean_loss(model, sequences):
 
 def main(argv=None):
     args = parse_args(argv)
-    no, load = f"no model {args.model}", AutoModelForCausalLM.from_pretrained
-    model = first_line(no, lambda: load(args.model, dtype=torch.float32))
-    tokenizer = first_line(no, lambda: AutoTokenizer.from_pretrained(args.model))
+    model, tokenizer, _ = load_model(args.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
         output_dir=args.out,

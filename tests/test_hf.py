@@ -4,13 +4,18 @@ import copy
 import json
 import random
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, need_gpt2, refuses, run_training, write_text
 
-from checkpoint import load_checkpoint, with_pos
+import plot
+from checkpoint import load_checkpoint, load_run, with_pos
 from data import EOT, load_tokenizer
+from eval_passkey import PasskeyTask, passkey_accuracy
+from eval_perplexity import window_loss
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow
@@ -312,3 +317,96 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
     refuses(main, [llama_folder, "--data", data, "--context", 100_000, *out], "100,000")
     (tmp_path / "other.jsonl").write_text('{"question": "who?"}\n')
     refuses(main, [llama_folder, "--data", tmp_path / "other.jsonl", *out], "messages")
+
+
+# -----------------------------------------------------------------------------
+# hf/benchmark.py
+
+
+@pytest.fixture
+def benchmark():
+    return pytest.importorskip("hf.benchmark", reason="lm_eval is not installed")
+
+
+def write_tasks(folder):
+    """A multiple choice, and a text to write that has lengths in words as LongBench-E has."""
+    folder.mkdir()
+    task = "dataset_path: json\ntest_split: test\n"
+    for name, documents, fields in (
+        (
+            "choice",
+            [dict(question=f"Is {i} even?", answer=i % 2) for i in range(4)],
+            'output_type: multiple_choice\ndoc_to_text: "{{question}}"\n'
+            'doc_to_target: "{{answer}}"\n'
+            "doc_to_choice: [' yes', ' no']\nmetric_list: [{metric: acc}]\n",
+        ),
+        (
+            "writing",
+            [dict(context="word " * 30, answer="w", length=n) for n in (100, 3999, 4000, 9000)],
+            'output_type: generate_until\ndoc_to_text: "{{context}}"\ndoc_to_target: "{{answer}}"\n'
+            "generation_kwargs: {max_gen_toks: 4, do_sample: false, until: []}\n"
+            "process_results: !function scoring.score\n"
+            "metric_list: [{metric: score, aggregation: mean, higher_is_better: true}]\n",
+        ),
+    ):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        where = f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{task}{where}{fields}")
+    score = "def score(doc, results):\n    return {'score': doc['length'] / 1000}\n"
+    (folder / "scoring.py").write_text(score)
+    return folder
+
+
+def test_tasks_and_bins(benchmark, llama_folder, tmp_path):
+    tasks = ["--tasks", "choice,writing", "--include_path", write_tasks(tmp_path / "tasks")]
+    argv = [llama_folder, *tasks, "--out", tmp_path / "out", "--device", "cpu"]
+    benchmark.main(list(map(str, argv)))
+    result = json.loads((tmp_path / "out" / "llama_tasks.json").read_text())
+    assert result["tasks"]["choice"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+    scores = {"0-4k": (4.099 / 2, 2), "4-8k": (4, 1), "8k+": (9, 1)}
+    for name, (score, n) in scores.items():
+        row = result["tasks"]["writing"]["bins"][name]
+        assert row == {"score": pytest.approx(score), "documents": n}
+    refuses(benchmark.main, [llama_folder, "--tasks", "none", "--out", tmp_path / "out"], "none")
+
+
+def test_a_prompt_that_is_too_long_loses_its_middle(benchmark, llama_folder, monkeypatch):
+    model, tokenizer, _ = benchmark.load_model(str(llama_folder))
+    lm = benchmark.MiddleCut(model, tokenizer=tokenizer, max_length=40)
+    monkeypatch.setattr(benchmark.HFLM, "generate_until", lambda self, requests: requests)
+    texts = ["a" * 10 + "b" * 50 + "c" * 10, "short"]
+    requests = [SimpleNamespace(args=(text, {"max_gen_toks": 20})) for text in texts]
+    cut = lm.generate_until(requests)
+    assert cut[0].arguments[0] == "a" * 10 + "c" * 10 and not hasattr(cut[1], "arguments")
+
+
+def test_the_harness_has_the_papers_tasks(benchmark):
+    known = benchmark.TaskManager().all_tasks
+    for tasks in benchmark.TABLES.values():
+        assert {t if isinstance(t, str) else t["task"] for t in tasks} <= set(known)
+
+
+def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
+    text = write_text(tmp_path / "text", 1, 900) / "000.txt"
+    argv = [checkpoint, "--text", text, "--passkeys", 8, "--lengths", "224,448"]
+    argv += ["--out", tmp_path / "out", "--device", "cpu"]
+    benchmark.main(list(map(str, argv)))
+    model, metadata, _ = load_run(checkpoint)
+    encoding = load_tokenizer(metadata["tokenizer"], checkpoint)
+    ids = np.array(encoding.encode_ordinary(text.read_text()))
+    n = (len(ids) - 1) // 448 * 448
+    for kind in ("perplexity", "passkey"):
+        (path,) = (tmp_path / "out").glob(f"*_{kind}.json")
+        result = json.loads(path.read_text())
+        assert (result["pos"], result["train_len"]) == ("fope", 32)
+        for length, row in result["lengths"].items():
+            if kind == "perplexity":
+                loss = window_loss(model, ids[: n + 1], int(length)).mean()
+                assert row["loss"] == pytest.approx(loss, abs=1e-5) and row["tokens"] == n
+            else:
+                expected = passkey_accuracy(model, PasskeyTask(encoding), int(length), 8)
+                for name in ("accuracy", "token_accuracy", "answer_nll", "trials"):
+                    assert row[name] == pytest.approx(expected[name], abs=1e-4)
+    plot.main([*map(str, (tmp_path / "out").glob("*.json")), "--out", str(tmp_path / "figure")])
+    assert (tmp_path / "figure.png").exists()

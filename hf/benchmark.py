@@ -1,0 +1,155 @@
+"""
+Read Llamas, swapped or not, with the benchmarks of the paper's tables and with our own evaluations.
+
+    python -m hf.benchmark smollm_rope smollm_fope --table 1 --out smollm
+    python -m hf.benchmark smollm_fope runs_out/rope_60M --tasks hellaswag,piqa --out smollm
+    python -m hf.benchmark smollm_rope smollm_fope --text book.txt --passkeys 100 --out smollm
+    python plot.py smollm/*_p*.json --out figure
+
+A model is a folder, a name on the hub, or a run of train.py. Tables and tasks are those of
+lm-evaluation-harness: 1 is LongBench-E in bins of words, with long prompts cut in the middle, as
+its authors cut them; 4 accuracies; 5 losses of the first right answer, in nats; 6 MMLU. --text and
+--passkeys are eval_perplexity.py's and eval_passkey.py's, with the model's tokenizer.
+"""
+
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+import common
+import evaluation
+from eval_passkey import PasskeyTask, passkey_accuracy
+from eval_perplexity import window_loss
+from evaluation import DoesNotFit
+from hf.models import AsGPT, first_line, load_model
+
+LONGBENCH = [f"longbench_{t}_e" for t in ("gov_report", "multi_news", "trec", "triviaqa", "samsum")]
+ACCURACIES = ["arithmetic", "social_iqa", "winogrande", "openbookqa", "sciq", "hellaswag", "piqa"]
+ACCURACIES += ["commonsense_qa", "arc_easy"]
+LOSS = dict(output_type="loglikelihood", metric_list=[{"metric": "perplexity"}])
+LOSSES = [
+    dict(task="nq_open", doc_to_target="{{answer[0]}}", **LOSS),
+    dict(task="triviaqa", doc_to_target="{{answer.value}}", **LOSS),
+]
+TABLES = {1: LONGBENCH, 4: ACCURACIES, 5: LOSSES, 6: ["mmlu"]}
+BINS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, math.inf)}  # words of a document
+
+
+# --- lm-evaluation-harness
+
+
+class MiddleCut(HFLM):
+    """The harness's model. Prompts that are too long lose their middle, there their beginning."""
+
+    def generate_until(self, requests, **kwargs):
+        for request in requests:
+            text, settings = request.args
+            ids = self.tok_encode(text)
+            room = self.max_length - settings.get("max_gen_toks", self.max_gen_toks)
+            if len(ids) > room:
+                halves = ids[: room // 2], ids[len(ids) - room // 2 :]
+                request.arguments = ("".join(map(self.tok_decode, halves)), settings)
+        return super().generate_until(requests, **kwargs)
+
+
+def in_bins(samples):
+    """LongBench-E's mean score for each bin of document length, and how many documents it has."""
+    rows = {}
+    for name, (low, high) in BINS.items():
+        scores = [s["score"] for s in samples if low <= s["doc"]["length"] < high]
+        rows[name] = {"score": sum(scores) / max(1, len(scores)), "documents": len(scores)}
+    return rows
+
+
+def run_tasks(model, tokenizer, args):
+    """{task: its numbers}, and for LongBench-E by bin, too."""
+    length = args.max_length or model.config.max_position_embeddings
+    lm = MiddleCut(model, tokenizer=tokenizer, max_length=length, batch_size=args.batch_size)
+    tasks = TABLES[args.table] if args.table else args.tasks.split(",")
+    manager = TaskManager(include_path=args.include_path)
+    settings = dict(limit=args.limit, task_manager=manager, bootstrap_iters=0)
+    out = first_line("tasks", lambda: simple_evaluate(lm, tasks=tasks, **settings))
+    rows = {}
+    for task, numbers in out["results"].items():
+        rows[task] = {k.split(",")[0]: v for k, v in numbers.items() if isinstance(v, float | int)}
+        if "perplexity" in rows[task]:
+            rows[task]["loss"] = math.log(rows[task]["perplexity"])
+        samples = out["samples"].get(task, [])
+        if samples and "score" in samples[0] and "length" in samples[0]["doc"]:
+            rows[task]["bins"] = in_bins(samples)
+    return rows
+
+
+# --- our own evaluations
+
+
+def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
+    """NAME_perplexity.json and NAME_passkey.json in --out, as our two scripts write them."""
+    lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
+    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
+    evaluations = {}
+    if args.text:
+        ids = np.array(encode(Path(args.text).read_text(encoding="utf-8"))["input_ids"])
+        n_scored = (len(ids) - 1) // lengths[-1] * lengths[-1]
+
+        def perplexity(length):
+            if not n_scored:
+                raise DoesNotFit(
+                    f"{args.text} has {len(ids):,} tokens, too few for {lengths[-1]:,}"
+                )
+            loss = float(window_loss(model, ids[: n_scored + 1], length).mean())
+            return {"loss": loss, "perplexity": math.exp(loss), "tokens": n_scored}
+
+        evaluations["perplexity"] = perplexity
+    if args.passkeys:
+        task = PasskeyTask(SimpleNamespace(encode_ordinary=lambda text: encode(text)["input_ids"]))
+        evaluations["passkey"] = partial(passkey_accuracy, model, task, trials=args.passkeys)
+    about = {"tokenizer": tokenizer_name, "training": {}}
+    for kind, evaluate in evaluations.items():
+        out = args.out / f"{Path(name).name}_{kind}.json"
+        where = SimpleNamespace(checkpoint=name, label=args.label, lengths=args.lengths, out=out)
+        evaluation.evaluate_lengths(where, kind, evaluate, model, about, data=args.text or "")
+
+
+# --- the command
+
+
+def main(argv=None):
+    parser = common.ArgumentParser(__doc__)
+    add, size = parser.add_argument, common.positive_int
+    add("models", nargs="+", metavar="MODEL", help="folders, names on the hub, runs of train.py")
+    add("--out", type=Path, required=True, help="folder for the results")
+    add("--table", type=int, choices=TABLES, help="of the paper")
+    add("--tasks", help="of the harness, such as hellaswag,piqa")
+    add("--include_path", help="folder with further tasks of the harness")
+    add("--limit", type=size, help="documents of a task")
+    add("--max_length", type=size, help="tokens of a prompt, if not the model's longest")
+    add("--batch_size", type=size, default=1, help="prompts at once")
+    add("--text", help="a text file, to read for perplexity")
+    add("--passkeys", type=size, help="trials for each length")
+    add("--lengths", help="of these two; without it 1x,2x,4x,8x,16x the training length")
+    add("--label", help="of these two in figures")
+    common.add_device_flag(parser)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.models:
+        llama, tokenizer, tokenizer_name = load_model(name, args.device)
+        if args.table or args.tasks:
+            rows = run_tasks(llama, tokenizer, args)
+            swap = getattr(llama.config, "swap", None)
+            result = {"model": name, "swap": swap, **common.provenance(llama.device), "tasks": rows}
+            which = f"table{args.table}" if args.table else "tasks"
+            common.write_json(args.out / f"{Path(name).name}_{which}.json", result)
+            for task, row in rows.items():
+                print(f"{name} {task}:", ", ".join(f"{k} {v}" for k, v in row.items()))
+        evaluate_like_ours(AsGPT(llama).eval(), tokenizer, name, tokenizer_name, args)
+
+
+if __name__ == "__main__":
+    common.one_sentence_errors(main)()

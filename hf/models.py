@@ -1,0 +1,57 @@
+"""
+Models by name for finetune.py and benchmark.py: a Llama with its tokenizer, and a Llama that can be
+called as our GPT.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint import load_run
+from data import load_tokenizer
+from hf.export import to_fast_tokenizer, to_llama
+from model import GPTConfig, linear_cross_entropy
+
+
+def first_line(what, call):
+    """call(), whose error (of files, names, networks, fields) becomes one sentence."""
+    try:
+        return call()
+    except Exception as e:
+        raise ValueError(f"{what}: {type(e).__name__}: {f'{e} '.splitlines()[0]}") from None
+
+
+def load_model(name, device="cpu"):
+    """(model, tokenizer, the tokenizer's name) of a run, a folder or a name on the hub."""
+    if (Path(name) / "checkpoint.pt").exists():
+        model, metadata, _ = load_run(name)
+        encoding = load_tokenizer(metadata["tokenizer"], name)
+        return to_llama(model, encoding).to(device), to_fast_tokenizer(encoding), encoding.name
+    load, no = AutoModelForCausalLM.from_pretrained, f"no model {name}"
+    model = first_line(no, lambda: load(name, dtype=torch.float32))
+    tokenizer = first_line(no, lambda: AutoTokenizer.from_pretrained(name))
+    return model.to(device).eval(), tokenizer, name
+
+
+class AsGPT(nn.Module):
+    """A Llama that is called as a GPT of model.py is, for the evaluations there."""
+
+    def __init__(self, llama):
+        super().__init__()
+        self.llama, theirs = llama, llama.config
+        swap = getattr(theirs, "swap", None)
+        swap = swap or dict(pos="rope", train_len=theirs.max_position_embeddings)
+        shape = dict(n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads)
+        shape |= dict(head_dim=theirs.head_dim, n_embd=theirs.hidden_size)
+        theta = theirs.rope_parameters["rope_theta"]
+        self.config = GPTConfig(vocab_size=theirs.vocab_size, theta=theta, **shape, **swap)
+
+    def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
+        x, weight = self.llama.model(idx).last_hidden_state, self.llama.lm_head.weight
+        if targets is None:
+            return x[:, positions] @ weight.T
+        flat = x.flatten(0, 1), weight, targets.flatten()
+        loss = linear_cross_entropy(*flat, self.config.vocab_size, reduction)
+        return loss if reduction == "mean" else loss.view_as(targets)
