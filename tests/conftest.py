@@ -32,6 +32,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes seconds, and runs only with --all")
 
 
+def pytest_ignore_collect(collection_path, config):
+    # its imports alone take longer than the quick suite may
+    if collection_path.name == "test_hf.py" and not config.getoption("--all"):
+        return True
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--all"):
         return
