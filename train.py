@@ -176,8 +176,6 @@ def new_model(args, data):
         uncapped = {"cap": False} if args.pos == "fope" else {}
         pos_args = GPTConfig.preset(size, pos=args.pos).pos_args | uncapped | pos_args
     model = with_pos(old, pos_args=pos_args, rope_scaling=scaling, **chosen)
-    if args.pos == "fope" and was.pos != "fope":
-        tell_of_noise(model.blocks[0].attn.pos)
     print(f"from {was.pos} at {was.train_len} tokens {was.pos_args} {was.rope_scaling or ''}")
     print(f"to   {args.pos} at {args.train_len} tokens {pos_args} {scaling or ''}")
     return model
