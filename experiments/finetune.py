@@ -5,9 +5,9 @@ Is fine-tuning in the transformers library what train.py does? (hf/)
 
 A trained RoPE model goes on as FoPE at twice its length, twice: by train.py --init_from, and
 exported, swapped and fine-tuned by hf/finetune.py. Both start from the same weights and
-coefficients, take the same number of steps by the same recipe, and draw their sequences from the
-same text, each in its own order. Look at: the loss at the start, which must agree to rounding, and
-at 1x to 16x at the end.
+coefficients, take the same number of steps by the same recipe (but that TRL's trainer decays no
+norms), and draw their sequences from the same text, each in its own order. Look at: the loss at the
+start, which must agree to rounding, and at 1x to 16x at the end.
 """
 
 import json
@@ -65,6 +65,7 @@ def by_train(run, folder, steps, length):
 def by_library(start, folder, steps, length, lr):
     """The same recipe in TRL's words: a cosine to a tenth, a twentieth of warm-up."""
     words = ["lr_scheduler_type=cosine_with_min_lr", 'lr_scheduler_kwargs={"min_lr_rate": 0.1}']
+    words += ["use_cpu=true", "bf16=false"]
     words += ["warmup_steps=0.05", "adam_beta2=0.95", "weight_decay=0.1", f"max_steps={steps}"]
     flags = [start, "--data", folder / "text.jsonl", "--context", length, "--lr", lr]
     flags += ["--batch_size", BATCH_SIZE, "--out", folder / "theirs", "--trainer", *words]

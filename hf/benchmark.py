@@ -32,12 +32,8 @@ from hf.models import AsGPT, first_line, load_model
 LONGBENCH = [f"longbench_{t}_e" for t in ("gov_report", "multi_news", "trec", "triviaqa", "samsum")]
 ACCURACIES = ["arithmetic", "social_iqa", "winogrande", "openbookqa", "sciq", "hellaswag", "piqa"]
 ACCURACIES += ["commonsense_qa", "arc_easy"]
-LOSS = dict(output_type="loglikelihood", metric_list=[{"metric": "perplexity"}])
-LOSSES = [
-    dict(task="nq_open", doc_to_target="{{answer[0]}}", **LOSS),
-    dict(task="triviaqa", doc_to_target="{{answer.value}}", **LOSS),
-]
-TABLES = {1: LONGBENCH, 4: ACCURACIES, 5: LOSSES, 6: ["mmlu"]}
+LOSSES = {"nq_open": "{{answer[0]}}", "triviaqa": "{{answer.value}}"}  # and the first right answer
+TABLES = {1: LONGBENCH, 4: ACCURACIES, 5: [*LOSSES], 6: ["mmlu"]}
 BINS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, math.inf)}  # words of a document
 
 
@@ -63,8 +59,15 @@ def in_bins(samples):
     rows = {}
     for name, (low, high) in BINS.items():
         scores = [s["score"] for s in samples if low <= s["doc"]["length"] < high]
-        rows[name] = {"score": sum(scores) / max(1, len(scores)), "documents": len(scores)}
+        score = sum(scores) / len(scores) if scores else None
+        rows[name] = {"score": score, "documents": len(scores)}
     return rows
+
+
+def loss_task(task, answer):
+    """The harness's task (its yaml as a dict) as the loss of one answer to each question."""
+    changes = dict(output_type="loglikelihood", doc_to_target=answer, filter_list=None)
+    return task | changes | dict(metric_list=[{"metric": "perplexity"}])
 
 
 def run_tasks(model, tokenizer, args):
@@ -73,11 +76,15 @@ def run_tasks(model, tokenizer, args):
     lm = MiddleCut(model, tokenizer=tokenizer, max_length=length, batch_size=args.batch_size)
     tasks = TABLES[args.table] if args.table else args.tasks.split(",")
     manager = TaskManager(include_path=args.include_path)
+    if args.table == 5:
+        tasks = [loss_task(manager.task_index[task].cfg, LOSSES[task]) for task in tasks]
     settings = dict(limit=args.limit, task_manager=manager, bootstrap_iters=0)
     out = first_line("tasks", lambda: simple_evaluate(lm, tasks=tasks, **settings))
     rows = {}
     for task, numbers in out["results"].items():
-        rows[task] = {k.split(",")[0]: v for k, v in numbers.items() if isinstance(v, float | int)}
+        rows[task] = {
+            k.removesuffix(",none"): v for k, v in numbers.items() if isinstance(v, float | int)
+        }
         if "perplexity" in rows[task]:
             rows[task]["loss"] = math.log(rows[task]["perplexity"])
         samples = out["samples"].get(task, [])
@@ -96,15 +103,14 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     evaluations = {}
     if args.text:
         ids = np.array(encode(Path(args.text).read_text(encoding="utf-8"))["input_ids"])
-        n_scored = (len(ids) - 1) // lengths[-1] * lengths[-1]
+        longest = max((n for n in lengths if n < len(ids)), default=1)
+        n_scored = (len(ids) - 1) // longest * longest
 
         def perplexity(length):
-            if not n_scored:
-                raise DoesNotFit(
-                    f"{args.text} has {len(ids):,} tokens, too few for {lengths[-1]:,}"
-                )
+            if length > longest:
+                raise DoesNotFit(f"{args.text} has only {len(ids):,} tokens")
             loss = float(window_loss(model, ids[: n_scored + 1], length).mean())
-            return {"loss": loss, "perplexity": math.exp(loss), "tokens": n_scored}
+            return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": n_scored}
 
         evaluations["perplexity"] = perplexity
     if args.passkeys:
@@ -113,7 +119,7 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     about = {"tokenizer": tokenizer_name, "training": {}}
     for kind, evaluate in evaluations.items():
         out = args.out / f"{Path(name).name}_{kind}.json"
-        where = SimpleNamespace(checkpoint=name, label=args.label, lengths=args.lengths, out=out)
+        where = SimpleNamespace(checkpoint=name, label=None, lengths=args.lengths, out=out)
         evaluation.evaluate_lengths(where, kind, evaluate, model, about, data=args.text or "")
 
 
@@ -134,21 +140,26 @@ def main(argv=None):
     add("--text", help="a text file, to read for perplexity")
     add("--passkeys", type=size, help="trials for each length")
     add("--lengths", help="of these two; without it 1x,2x,4x,8x,16x the training length")
-    add("--label", help="of these two in figures")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
+    if not (args.table or args.tasks or args.text or args.passkeys):
+        raise ValueError("nothing to do: give --table, --tasks, --text or --passkeys")
+    if len({Path(name).name for name in args.models}) < len(args.models):
+        raise ValueError("two models have the same name, and so would their results")
+    device = common.init_distributed(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.models:
-        llama, tokenizer, tokenizer_name = load_model(name, args.device)
+        llama, tokenizer, tokenizer_name = load_model(name, device)
         if args.table or args.tasks:
             rows = run_tasks(llama, tokenizer, args)
-            swap = getattr(llama.config, "swap", None)
-            result = {"model": name, "swap": swap, **common.provenance(llama.device), "tasks": rows}
+            about = {"model": name, "swap": getattr(llama.config, "swap", None)}
+            result = about | common.provenance(llama.device) | {"tasks": rows}
             which = f"table{args.table}" if args.table else "tasks"
             common.write_json(args.out / f"{Path(name).name}_{which}.json", result)
             for task, row in rows.items():
                 print(f"{name} {task}:", ", ".join(f"{k} {v}" for k, v in row.items()))
-        evaluate_like_ours(AsGPT(llama).eval(), tokenizer, name, tokenizer_name, args)
+        if args.text or args.passkeys:
+            evaluate_like_ours(AsGPT(llama).eval(), tokenizer, name, tokenizer_name, args)
 
 
 if __name__ == "__main__":

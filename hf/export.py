@@ -92,8 +92,7 @@ def to_llama(model, tokenizer):
 
 def to_fast_tokenizer(encoding):
     """A tiktoken.Encoding of ours as the library's tokenizer: the same ids."""
-    ranks = encoding._mergeable_ranks
-    lines = [b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    lines = [b64encode(token) + b" %d\n" % n for token, n in encoding._mergeable_ranks.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ranks.tiktoken"
         path.write_bytes(b"".join(lines))
@@ -106,6 +105,8 @@ def main(argv=None):
     parser.add_argument("run", metavar="RUN", help="a folder that train.py wrote")
     parser.add_argument("--out", required=True, type=Path, help="folder for the exported model")
     args = parser.parse_args(argv)
+    if (args.out / "checkpoint.pt").exists():
+        raise ValueError(f"--out {args.out} is a run: its config.json would be lost")
     model, metadata, _ = load_run(args.run)
     tokenizer = load_tokenizer(metadata["tokenizer"], args.run)
     llama = to_llama(model, tokenizer)

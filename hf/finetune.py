@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 import common
 from hf.models import first_line, load_model
-from hf.swap import POSITIONS, swap_position_embedding
+from hf.swap import EMBEDDINGS, swap_position_embedding
 
 # for models that have no template of their own; SmolLM's is the same
 CHATML = (
@@ -31,9 +31,10 @@ def parse_args(argv):
     add, size = parser.add_argument, common.positive_int
     add("model", metavar="MODEL", help="a Llama: a folder, a name on the hub, a run")
     add("--data", required=True, help="a .jsonl file, or a data set of the hub")
+    add("--config", help="of a data set of the hub that has several")
     add("--split", default="train", help="of a data set of the hub")
     add("--out", required=True, help="folder for checkpoints and the model")
-    add("--pos", choices=POSITIONS, help="without it the model's own stays")
+    add("--pos", choices=EMBEDDINGS, help="without it the model's own stays")
     add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as sigma=0.4")
     add("--yarn_scale", type=common.number(float, 1, 10**9), help="for rope or fope: YaRN")
     add("--context", type=size, default=4096, help="tokens of a sequence")
@@ -46,9 +47,9 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def read_data(name, split):
+def read_data(name, config, split):
     """A data set with a "messages" or "text" field. ValueError if there is none."""
-    which = dict(path=name, split=split)
+    which = dict(path=name, name=config, split=split)
     if name.endswith((".jsonl", ".json")):
         which = dict(path="json", data_files=name, split="train")
     data = first_line(f"no data {name}", lambda: load_dataset(**which))
@@ -67,6 +68,8 @@ def mean_loss(model, sequences):
 
 def main(argv=None):
     args = parse_args(argv)
+    if (args.pos_args or args.yarn_scale) and not args.pos:
+        raise ValueError("--pos_args and --yarn_scale go with --pos")
     model, tokenizer, _ = load_model(args.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
@@ -83,11 +86,12 @@ def main(argv=None):
         bf16=torch.cuda.is_available(),
         seed=args.seed,
         save_total_limit=1,
+        ddp_broadcast_buffers=False,  # FoPE's tables are buffers, and the same everywhere
         report_to="none",
     )
     recipe |= common.parse_pos_args(args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
-    data = read_data(args.data, args.split)
+    data = read_data(args.data, args.config, args.split)
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
     if not some:
@@ -96,12 +100,19 @@ def main(argv=None):
         before = mean_loss(model, some)
         chosen = common.parse_pos_args(args.pos_args) | dict(seed=args.seed)
         if args.yarn_scale:
-            trained = dict(original_len=model.config.max_position_embeddings)
-            chosen["rope_scaling"] = dict(kind="yarn", factor=args.yarn_scale, **trained)
+            swap = getattr(model.config, "swap", None) or {}
+            trained = swap.get("train_len", model.config.max_position_embeddings)
+            chosen["rope_scaling"] = dict(kind="yarn", factor=args.yarn_scale, original_len=trained)
         swap_position_embedding(model, args.pos, args.context, **chosen)
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
-        print(f"{before:.4f} nats per token with its own embedding, {after}")
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out))
+        if trainer.is_world_process_zero():
+            print(f"{before:.4f} nats per token with its own embedding, {after}")
+    last = get_last_checkpoint(args.out)
+    if last and common.read_json(f"{last}/config.json").get("swap") != model.config.to_dict().get(
+        "swap"
+    ):
+        raise ValueError(f"{last} has another embedding: choose another --out")
+    trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
 
 

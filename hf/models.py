@@ -29,9 +29,9 @@ def load_model(name, device="cpu"):
         model, metadata, _ = load_run(name)
         encoding = load_tokenizer(metadata["tokenizer"], name)
         return to_llama(model, encoding).to(device), to_fast_tokenizer(encoding), encoding.name
-    load, no = AutoModelForCausalLM.from_pretrained, f"no model {name}"
-    model = first_line(no, lambda: load(name, dtype=torch.float32))
-    tokenizer = first_line(no, lambda: AutoTokenizer.from_pretrained(name))
+    read, read_tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
+    model = first_line(f"no model {name}", lambda: read(name, dtype=torch.float32))
+    tokenizer = first_line(f"no tokenizer {name}", lambda: read_tokenizer(name))
     return model.to(device).eval(), tokenizer, name
 
 
@@ -49,7 +49,10 @@ class AsGPT(nn.Module):
         self.config = GPTConfig(vocab_size=theirs.vocab_size, theta=theta, **shape, **swap)
 
     def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
-        x, weight = self.llama.model(idx).last_hidden_state, self.llama.lm_head.weight
+        x, weight = (
+            self.llama.model(idx, use_cache=False).last_hidden_state,
+            self.llama.lm_head.weight,
+        )
         if targets is None:
             return x[:, positions] @ weight.T
         flat = x.flatten(0, 1), weight, targets.flatten()

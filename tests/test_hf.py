@@ -24,7 +24,7 @@ import hf.export  # noqa: E402
 import hf.swap  # noqa: E402
 from hf.swap import swap_position_embedding  # noqa: E402
 
-POSITIONS = ("nope", "alibi", "rope", "fope")
+EMBEDDINGS = ("nope", "alibi", "rope", "fope")
 YARN = {"kind": "yarn", "factor": 4, "original_len": 40}
 
 
@@ -66,7 +66,7 @@ def test_our_rope_is_the_librarys_to_the_last_bit(heads):
 
 def test_the_embeddings_differ():
     all_logits = [
-        logits(swap_position_embedding(random_llama(), p, 40), tokens(1, 60)) for p in POSITIONS
+        logits(swap_position_embedding(random_llama(), p, 40), tokens(1, 60)) for p in EMBEDDINGS
     ]
     for i in range(4):
         for j in range(i):
@@ -181,6 +181,29 @@ def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
         logits(model, tokens(1, 30))
 
 
+def test_a_swapped_model_is_not_left_without_positions(tmp_path):
+    model = swap_position_embedding(random_llama(), "fope", 40, rope_scaling=YARN)
+    with pytest.raises(ValueError, match="sdpa"):
+        model.set_attn_implementation("sdpa")
+    before, ids = logits(model, tokens(1, 60)), tokens(1, 60)
+    with pytest.raises(ValueError, match="sigma"):
+        swap_position_embedding(model, "fope", 40, sigma=0.5)
+    assert torch.equal(logits(model, ids), before)
+    again = swap_position_embedding(model, "fope", 40)  # what was given to it stays
+    assert torch.equal(logits(again, ids), before)
+    random_llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no swapped model"):
+        hf.swap.load(tmp_path)
+
+
+def test_tied_weights_in_several_files_are_saved_and_loaded(tmp_path):
+    model = swap_position_embedding(random_llama(tie_word_embeddings=True), "fope", 40)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded, ids = hf.swap.load(tmp_path).eval(), tokens(1, 60)
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
 # -----------------------------------------------------------------------------
 # hf/export.py
 
@@ -191,7 +214,7 @@ def export(run, out):
 
 
 @pytest.mark.parametrize("flags", [[], ["--qk_norm"]], ids=["", "qk_norm"])
-@pytest.mark.parametrize("pos", [*POSITIONS, "rope_a", "fope_shared"])
+@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "fope_shared"])
 def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", f"--pos={pos}", *flags)
     ours, _, _ = load_checkpoint(run)
@@ -222,6 +245,7 @@ def test_an_exported_run_writes_through_a_pipeline(checkpoint, tmp_path):
 def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", "--pos=kerple")
     refuses(hf.export.main, [run, "--out", tmp_path / "out"], "kerple")
+    refuses(hf.export.main, [run, "--out", run], "is a run")
     refuses(hf.export.main, [tmp_path / "nothing", "--out", tmp_path / "out"], "no checkpoint")
 
 
@@ -369,6 +393,23 @@ def test_tasks_and_bins(benchmark, llama_folder, tmp_path):
         row = result["tasks"]["writing"]["bins"][name]
         assert row == {"score": pytest.approx(score), "documents": n}
     refuses(benchmark.main, [llama_folder, "--tasks", "none", "--out", tmp_path / "out"], "none")
+    refuses(benchmark.main, [llama_folder, "--out", tmp_path / "out"], "nothing to do")
+
+
+def test_the_loss_of_an_answer(benchmark, llama_folder, tmp_path, monkeypatch):
+    """As in table 5: a task of the harness that generates becomes one that reads its answer."""
+    folder = write_tasks(tmp_path / "tasks")
+    monkeypatch.setitem(benchmark.TABLES, 5, ["writing"])
+    monkeypatch.setattr(benchmark, "LOSSES", {"writing": "{{answer}}"})
+    argv = [llama_folder, "--table", 5, "--include_path", folder, "--max_length", 256]
+    argv += ["--out", tmp_path / "out"]
+    benchmark.main([*map(str, argv), "--device", "cpu"])
+    row = json.loads((tmp_path / "out" / "llama_table5.json").read_text())["tasks"]["writing"]
+    model, tokenizer, _ = benchmark.load_model(str(llama_folder))
+    ids = tokenizer("word " * 30 + "w", return_tensors="pt")["input_ids"]
+    log_probs = logits(model, ids[:, :-1]).log_softmax(-1)[0, -2:]
+    expected = -log_probs.gather(1, ids[0, -2:, None]).sum()
+    assert row["loss"] == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_a_prompt_that_is_too_long_loses_its_middle(benchmark, llama_folder, monkeypatch):
