@@ -163,10 +163,7 @@ FIGURES = {
         "the same at a quarter of the rate", changed("slow", "--lr 5e-4"), tiny_only=True
     ),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
-    "figure1_books": Figure(
-        "figure 1 and figure 5 in one", FOUR[::-1], ("text", "passkey"), **BOOKS
-    ),
-    "figure5": Figure("from books to C4", FOUR, **BOOKS),
+    "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
     "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
