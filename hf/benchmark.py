@@ -30,10 +30,9 @@ from evaluation import DoesNotFit
 from hf.models import AsGPT, first_line, load_model
 
 LONGBENCH = [f"longbench_{t}_e" for t in ("gov_report", "multi_news", "trec", "triviaqa", "samsum")]
-ACCURACIES = ["arithmetic", "social_iqa", "winogrande", "openbookqa", "sciq", "hellaswag", "piqa"]
-ACCURACIES += ["commonsense_qa", "arc_easy"]
+CHOICES = "arithmetic social_iqa winogrande openbookqa sciq hellaswag piqa commonsense_qa arc_easy"
 LOSSES = {"nq_open": "{{answer[0]}}", "triviaqa": "{{answer.value}}"}  # and the first right answer
-TABLES = {1: LONGBENCH, 4: ACCURACIES, 5: [*LOSSES], 6: ["mmlu"]}
+TABLES = {1: LONGBENCH, 4: CHOICES.split(), 5: [*LOSSES], 6: ["mmlu"]}
 BINS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, math.inf)}  # words of a document
 
 
@@ -72,8 +71,8 @@ def loss_task(task, answer):
 
 def run_tasks(model, tokenizer, args):
     """{task: its numbers}, and for LongBench-E by bin, too."""
-    length = args.max_length or model.config.max_position_embeddings
-    lm = MiddleCut(model, tokenizer=tokenizer, max_length=length, batch_size=args.batch_size)
+    longest = args.max_length or model.config.max_position_embeddings
+    lm = MiddleCut(model, tokenizer=tokenizer, max_length=longest)
     tasks = TABLES[args.table] if args.table else args.tasks.split(",")
     manager = TaskManager(include_path=args.include_path)
     if args.table == 5:
@@ -82,14 +81,13 @@ def run_tasks(model, tokenizer, args):
     out = first_line("tasks", lambda: simple_evaluate(lm, tasks=tasks, **settings))
     rows = {}
     for task, numbers in out["results"].items():
-        rows[task] = {
-            k.removesuffix(",none"): v for k, v in numbers.items() if isinstance(v, float | int)
-        }
-        if "perplexity" in rows[task]:
-            rows[task]["loss"] = math.log(rows[task]["perplexity"])
+        numbers = {k: v for k, v in numbers.items() if isinstance(v, float | int)}
+        row = rows[task] = {k.removesuffix(",none"): v for k, v in numbers.items()}
+        if "perplexity" in row:
+            row["loss"] = math.log(row["perplexity"])
         samples = out["samples"].get(task, [])
         if samples and "score" in samples[0] and "length" in samples[0]["doc"]:
-            rows[task]["bins"] = in_bins(samples)
+            row["bins"] = in_bins(samples)
     return rows
 
 
@@ -100,7 +98,7 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     """NAME_perplexity.json and NAME_passkey.json in --out, as our two scripts write them."""
     lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
     encode = partial(tokenizer, add_special_tokens=False, verbose=False)
-    evaluations = {}
+    evaluations, about = {}, {"tokenizer": tokenizer_name, "training": {}}
     if args.text:
         ids = np.array(encode(Path(args.text).read_text(encoding="utf-8"))["input_ids"])
         longest = max((n for n in lengths if n < len(ids)), default=1)
@@ -116,7 +114,6 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     if args.passkeys:
         task = PasskeyTask(SimpleNamespace(encode_ordinary=lambda text: encode(text)["input_ids"]))
         evaluations["passkey"] = partial(passkey_accuracy, model, task, trials=args.passkeys)
-    about = {"tokenizer": tokenizer_name, "training": {}}
     for kind, evaluate in evaluations.items():
         out = args.out / f"{Path(name).name}_{kind}.json"
         where = SimpleNamespace(checkpoint=name, label=None, lengths=args.lengths, out=out)
@@ -136,7 +133,6 @@ def main(argv=None):
     add("--include_path", help="folder with further tasks of the harness")
     add("--limit", type=size, help="documents of a task")
     add("--max_length", type=size, help="tokens of a prompt, if not the model's longest")
-    add("--batch_size", type=size, default=1, help="prompts at once")
     add("--text", help="a text file, to read for perplexity")
     add("--passkeys", type=size, help="trials for each length")
     add("--lengths", help="of these two; without it 1x,2x,4x,8x,16x the training length")
@@ -152,10 +148,10 @@ def main(argv=None):
         llama, tokenizer, tokenizer_name = load_model(name, device)
         if args.table or args.tasks:
             rows = run_tasks(llama, tokenizer, args)
-            about = {"model": name, "swap": getattr(llama.config, "swap", None)}
-            result = about | common.provenance(llama.device) | {"tasks": rows}
+            about = {"model": name, "swap": getattr(llama.config, "swap", None), "tasks": rows}
             which = f"table{args.table}" if args.table else "tasks"
-            common.write_json(args.out / f"{Path(name).name}_{which}.json", result)
+            out = args.out / f"{Path(name).name}_{which}.json"
+            common.write_json(out, about | common.provenance(llama.device))
             for task, row in rows.items():
                 print(f"{name} {task}:", ", ".join(f"{k} {v}" for k, v in row.items()))
         if args.text or args.passkeys:

@@ -4,8 +4,7 @@ A checkpoint of train.py as a model of the transformers library, with its tokeni
     python -m hf.export runs_out/rope_60M --out exported
 
 A RoPE model without QK-norm becomes a plain Llama, which every tool of that library reads. The
-others are a Llama with its embedding exchanged, which hf.swap.load reads: the folder's README
-says how. Logits agree with the checkpoint's to rounding.
+others are a Llama with its embedding exchanged, which hf.swap.load reads. Logits agree to rounding.
 """
 
 import re

@@ -56,8 +56,7 @@ def attention(layer, q, k, v, mask, **kwargs):
         k, v = (repeat_kv(x, layer.num_key_value_groups) for x in (k, v))
         layer = SimpleNamespace(is_causal=True)  # for the library: nothing left to repeat
     if isinstance(pos, RoPE):
-        # the next power of two: a text that grows by a token a call needs no new tables
-        cos, sin = pos.tables(1 << (S - 1).bit_length())
+        cos, sin = pos.tables(1 << (S - 1).bit_length())  # a power of two: seldom new ones
         q = apply_rotation(q, rows(cos, queries), rows(sin, queries))
         k = apply_rotation(k, rows(cos, keys), rows(sin, keys))
     if isinstance(pos, ALiBi):
@@ -68,8 +67,7 @@ def attention(layer, q, k, v, mask, **kwargs):
     return y[..., : pos.head_dim], None
 
 
-EMBEDDINGS = ("nope", "alibi", "rope", "fope")
-OURS = "swapped"  # in the library's registries
+EMBEDDINGS, OURS = ("nope", "alibi", "rope", "fope"), "swapped"  # in the library's registries
 transformers.AttentionInterface.register(OURS, attention)
 transformers.AttentionMaskInterface.register(OURS, sdpa_mask)  # without it padding would be ignored
 
@@ -81,7 +79,7 @@ class LayerPosition(nn.Module):
         super().__init__()
         with torch.device("cpu"):  # not "meta", where from_pretrained makes a model
             self.embedding = make_pos(config)
-        # saved like the coefficients: from_pretrained leaves what is not saved without content
+        # saved, too: from_pretrained leaves what is not without content
         self.embedding._non_persistent_buffers_set -= {"freqs", "slopes"}
 
     def _apply(self, fn, recurse=True):
@@ -150,7 +148,6 @@ def install(model):
 def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0, **pos_args):
     """
     Exchange the position embedding of a Llama (LlamaForCausalLM) in place, and return it.
-
     pos: "nope", "alibi", "rope" or "fope"; pos_args are its further keywords, such as sigma=0.3.
     train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
     rope_scaling: keywords of baselines.rope_scaling, for YaRN or interpolation. seed: of FoPE's
