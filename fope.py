@@ -110,7 +110,7 @@ class ALiBi(PositionEmbedding):
     def with_bias(self, q, k, v, j):
         """
         The bias without a mask. Softmax ignores what is constant in a row, so -m(i - j) is the
-        same as +m j: one number per key, at position j (T,), which two more columns of q and k
+        same as +m j: one number per key, at position j (.., T), which two more columns of q and k
         bring into the dot product. j is split into 256 floor(j/256) and j mod 256, since bf16 holds
         integers exactly only up to 256, and both parts exactly up to j = 65535.
         """

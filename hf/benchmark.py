@@ -31,7 +31,7 @@ from hf.models import AsGPT, first_line, load_model
 
 LONGBENCH = [f"longbench_{t}_e" for t in ("gov_report", "multi_news", "trec", "triviaqa", "samsum")]
 CHOICES = "arithmetic social_iqa winogrande openbookqa sciq hellaswag piqa commonsense_qa arc_easy"
-LOSSES = {"nq_open": "{{answer[0]}}", "triviaqa": "{{answer.value}}"}  # and the first right answer
+LOSSES = {"nq_open": "{{answer[0]}}", "triviaqa": "{{answer.value}}"}  # its first right answer
 TABLES = {1: LONGBENCH, 4: CHOICES.split(), 5: [*LOSSES], 6: ["mmlu"]}
 BINS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, math.inf)}  # words of a document
 

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 import common
-from hf.models import first_line, load_model
+from hf.models import AsGPT, first_line, load_model
 from hf.swap import EMBEDDINGS, swap_position_embedding
 
 # for models that have no template of their own; SmolLM's is the same
@@ -35,8 +35,7 @@ def parse_args(argv):
     add("--split", default="train", help="of a data set of the hub")
     add("--out", required=True, help="folder for checkpoints and the model")
     add("--pos", choices=EMBEDDINGS, help="without it the model's own stays")
-    add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as sigma=0.4")
-    add("--yarn_scale", type=common.number(float, 1, 10**9), help="for rope or fope: YaRN")
+    common.add_pos_flags(parser)
     add("--context", type=size, default=4096, help="tokens of a sequence")
     add("--batch_size", type=size, default=4, help="sequences a step and process")
     add("--grad_accum", type=size, default=1, help="batches before a step of the optimizer")
@@ -68,8 +67,8 @@ def mean_loss(model, sequences):
 
 def main(argv=None):
     args = parse_args(argv)
-    if (args.pos_args or args.yarn_scale) and not args.pos:
-        raise ValueError("--pos_args and --yarn_scale go with --pos")
+    if (args.pos_args or args.yarn_scale or args.pi_scale) and not args.pos:
+        raise ValueError("--pos_args, --yarn_scale and --pi_scale go with --pos")
     model, tokenizer, _ = load_model(args.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
@@ -99,18 +98,14 @@ def main(argv=None):
     if args.pos:
         before = mean_loss(model, some)
         chosen = common.parse_pos_args(args.pos_args) | dict(seed=args.seed)
-        if args.yarn_scale:
-            swap = getattr(model.config, "swap", None) or {}
-            trained = swap.get("train_len", model.config.max_position_embeddings)
-            chosen["rope_scaling"] = dict(kind="yarn", factor=args.yarn_scale, original_len=trained)
+        chosen["rope_scaling"] = common.parse_rope_scaling(args, AsGPT(model).config)
         swap_position_embedding(model, args.pos, args.context, **chosen)
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
         if trainer.is_world_process_zero():
             print(f"{before:.4f} nats per token with its own embedding, {after}")
     last = get_last_checkpoint(args.out)
-    if last and common.read_json(f"{last}/config.json").get("swap") != model.config.to_dict().get(
-        "swap"
-    ):
+    now = getattr(model.config, "swap", None)
+    if last and common.read_json(f"{last}/config.json").get("swap") != now:
         raise ValueError(f"{last} has another embedding: choose another --out")
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()

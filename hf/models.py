@@ -49,10 +49,8 @@ class AsGPT(nn.Module):
         self.config = GPTConfig(vocab_size=theirs.vocab_size, theta=theta, **shape, **swap)
 
     def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
-        x, weight = (
-            self.llama.model(idx, use_cache=False).last_hidden_state,
-            self.llama.lm_head.weight,
-        )
+        x = self.llama.model(idx, use_cache=False).last_hidden_state
+        weight = self.llama.lm_head.weight
         if targets is None:
             return x[:, positions] @ weight.T
         flat = x.flatten(0, 1), weight, targets.flatten()
