@@ -3,7 +3,7 @@ Results to figures and Markdown tables.
 
     python plot.py results/figure1.json                               results/figure1.png, its table
     python plot.py runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
-    python plot.py --tables README.md results/README.md               their tables, anew
+    python plot.py --tables README.md results/README.md docs/index.html     their tables, anew
 
 A file holds one evaluation, as eval_perplexity.py and eval_passkey.py write it beside the
 checkpoint, or a list of them, as paper.py gathers them. Seeds of one label are drawn as mean and

@@ -243,6 +243,19 @@ def markdown_table(results, measure="perplexity", to="FoPE"):
     return "\n\n".join(tables)
 
 
+def html_tables(markdown):
+    """The same as HTML, for docs/index.html, which draws its curves from them."""
+    tables = []
+    for grid in markdown.split("\n\n"):
+        lines = [line.strip("| ").split(" | ") for line in grid.split("\n")]
+        rows = ["".join(f'<th scope="col">{cell}</th>' for cell in lines[0])]
+        for label, *cells in lines[2:]:
+            values = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows.append(f'<th scope="row">{label}</th>{values}')
+        tables.append("<table><tr>" + "</tr>\n<tr>".join(rows) + "</tr></table>")
+    return "\n".join(tables)
+
+
 def mean_cells(results, lengths, name, factor, digits):
     """The number of seeds, then mean ± std at each length."""
     _, mean, std, n = seed_stats(results, name, lengths)
@@ -328,7 +341,8 @@ def table_of(name, options, folder):
             results = {"passkey": only_copying(results["passkey"])}
         elif key == "to":
             to = value
-    return markdown_table(results, "loss" if "loss" in options else "perplexity", to)
+    table = markdown_table(results, "loss" if "loss" in options else "perplexity", to)
+    return html_tables(table) if "html" in options else table
 
 
 def only_copying(by_label, share=0.95):

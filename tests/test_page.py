@@ -1,0 +1,222 @@
+"""
+docs/index.html: its copy of fope.py against fope.py, in a real browser, and the page as it is used.
+
+They need Chromium and its driver (Debian: chromium, chromium-driver) and are skipped without them.
+"""
+
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+
+from fope import FoPE, RoPE, alibi_slopes
+
+PAGE = ROOT / "docs" / "index.html"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+
+def test_the_page_is_small_and_asks_for_nothing():
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 700 and len(text.encode()) <= 200_000
+    assert not re.search(r"<link|<img|<iframe|@import|url\((?!#)|src=|fetch\(|import\(", text)
+    # the one address in it is that of links which a reader may follow
+    assert re.findall(r"https?://[^/\s`]+", text) == ["https://github.com"]
+
+
+def test_lines_quoted_are_those_of_fope():
+    lines = [line.strip() for line in (ROOT / "fope.py").read_text().splitlines()]
+    quotations = re.findall(r"<pre><code>(.*?)</code></pre>", PAGE.read_text(), re.S)
+    assert len(quotations) >= 4
+    for quotation in quotations:
+        quoted = [line.strip().replace("&gt;", ">") for line in quotation.splitlines()]
+        starts = range(len(lines))
+        assert any(lines[i : i + len(quoted)] == quoted for i in starts), quotation
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    selenium = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("Chromium and chromedriver are not installed")
+    options = selenium.ChromeOptions()
+    options.binary_location = CHROMIUM
+    profile = tmp_path_factory.mktemp("chromium")
+    flags = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-component-update"]
+    flags += ["disable-background-networking", "disable-sync", "disable-quic"]
+    for flag in [*flags, "window-size=1280,900", f"user-data-dir={profile}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = selenium.Chrome(options, selenium.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser):
+    """The page, just opened. Whatever a test does, the console must stay empty."""
+    browser.get(PAGE.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+SETTINGS = [
+    dict(trainLen=L, headDim=head_dim, nHead=H, theta=theta, variant=variant, floor=floor)
+    for (L, head_dim, H, theta), (variant, floor) in itertools.product(
+        [
+            (128, 64, 4, 1e4),
+            (512, 64, 8, 1e4),
+            (24, 16, 2, 100),
+            (96, 80, 6, 5e5),
+            (256, 128, 1, 10),
+        ],
+        [("released", True), ("released", False), ("paper", True), ("paper", False)],
+    )
+]
+
+READ = """
+const [setting, positions, q, k] = arguments, rope = makeRope(setting), fope = makeFope(setting);
+const head = setting.nHead - 1;
+const rows = (pos) => positions.map((t) => tablesAt(pos, head, t));
+const list = (x) => Array.from(x, (y) => (typeof y === "number" ? y : list(y)));
+const of = (pos) => ({
+  freqs: list(pos.freqs), cos: rows(pos).map((z) => list(z.cos)),
+  sin: rows(pos).map((z) => list(z.sin)),
+  scores: rows(pos).map((z) => score(q, k, rows(pos).at(-1), z)),
+});
+const more = { K: fope.K, own: fope.own, std: fope.std, cos_coef: list(fope.cosCoef),
+  sin_coef: list(fope.sinCoef) };
+return { rope: of(rope), fope: { ...of(fope), ...more }, slopes: alibiSlopes(setting.nHead) };
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_its_mathematics_is_that_of_fope(page, setting):
+    setting = setting | dict(sigma=0.3, series=True, seed=3)
+    L, H, head_dim = (setting[key] for key in ("trainLen", "nHead", "headDim"))
+    T, generator = 2 * L, torch.Generator().manual_seed(0)
+    positions = [0, 1, L // 3, L - 1, L, L + 7, T - 1]
+    q, k = torch.randn(2, head_dim, generator=generator)
+    theirs = page.execute_script(READ, setting, positions, q.tolist(), k.tolist())
+    shape = dict(head_dim=head_dim, n_head=H, train_len=L, theta=setting["theta"])
+    fope = FoPE(variant=setting["variant"], floor=setting["floor"], sigma=0.3, **shape)
+    rope, told = RoPE(**shape), theirs["fope"]
+
+    def agree(ours, theirs):
+        torch.testing.assert_close(ours, torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+
+    # frequencies, floor, where the weights of 1 are, and the size of the noise
+    agree(alibi_slopes(H), theirs["slopes"])
+    agree(rope.freqs, theirs["rope"]["freqs"])
+    agree(fope.freqs, told["freqs"])
+    D, K = fope.cos_coef.shape[1:]
+    own = [d if d < D else -1 for d in torch.arange(K).mul(-(-fope.n_kept // K)).tolist()]
+    assert (told["K"], told["own"]) == (K, own)
+    identity = fope.identity(D, K)
+    noise = torch.cat([torch.tensor(told[name]) - identity for name in ("cos_coef", "sin_coef")])
+    ours = torch.cat([fope.draw_noise(D, K) for _ in range(500)]).std()
+    assert told["std"] == pytest.approx(ours.item(), rel=0.1)
+    assert noise.std().item() == pytest.approx(told["std"], rel=4 / noise.numel() ** 0.5)
+    # tables and scores, with the page's coefficients
+    fope.cos_coef, fope.sin_coef = torch.tensor(told["cos_coef"]), torch.tensor(told["sin_coef"])
+    for pos, found in ((rope, theirs["rope"]), (fope, told)):
+        pos.freqs = torch.tensor(found["freqs"])
+        cos, sin = (table if table.ndim == 2 else table[H - 1] for table in pos.tables(T))
+        agree(cos[positions], found["cos"])
+        agree(sin[positions], found["sin"])
+        scores = pos.scores(q.expand(1, H, T, -1), k.expand(1, H, T, -1))[0, H - 1, T - 1]
+        agree(scores[positions], found["scores"])
+
+
+def state(page):
+    return json.loads(page.execute_script("return JSON.stringify(state)"))
+
+
+@pytest.mark.slow
+def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.select import Select
+
+    controls = page.find_elements(
+        By.CSS_SELECTOR, "form input, form select, form button, .walk input"
+    )
+    # all are reached by the tabulator alone
+    reached = set()
+    for _ in range(len(controls) + 4):
+        ActionChains(page).send_keys(Keys.TAB).perform()
+        reached.add(page.switch_to.active_element.id)
+    assert {control.id for control in controls} <= reached
+    keys = {"checkbox": Keys.SPACE, "range": Keys.ARROW_LEFT, "select-one": Keys.ARROW_DOWN}
+    for control in controls:
+        name, kind = control.get_attribute("id"), control.get_attribute("type")
+        for by_mouse in (False, True):
+            page.execute_script("Object.assign(state, DEMO, {seed: 7}); update()")
+            page.execute_script("arguments[0].scrollIntoView({block: 'center'})", control)
+            before, drawn = (
+                state(page),
+                page.find_element(By.ID, "views").get_attribute("innerHTML"),
+            )
+            if not by_mouse:
+                page.execute_script("arguments[0].focus()", control)
+                ActionChains(page).send_keys(keys.get(kind, Keys.ENTER)).perform()
+            elif kind == "select-one":
+                Select(control).select_by_index(1)
+            else:  # not the middle of a slider, where its handle may be
+                ActionChains(page).move_to_element_with_offset(
+                    control, -control.size["width"] // 3 if kind == "range" else 0, 0
+                ).click().perform()
+            after = state(page)
+            changed = {key for key in before if before[key] != after[key]}
+            if kind in ("range", "checkbox", "select-one"):
+                assert name in changed and changed <= {name, "position", "head", "pair"}, name
+            else:
+                assert changed, control.text
+            assert page.find_element(By.ID, "views").get_attribute("innerHTML") != drawn, name
+    assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"headDim": 2}, {"trainLen": 3}, {"trainLen": 6}], ids=str)
+def test_an_impossible_setting_says_so_and_can_be_left(page, change):
+    page.execute_script("Object.assign(state, arguments[0]); update()", change)
+    said = page.execute_script("return document.getElementById('alert').textContent")
+    assert said.endswith(".") and str(*change.values()) in said
+    page.execute_script("Object.assign(state, {floor: false}); update()")
+    assert not page.execute_script("return document.getElementById('alert').textContent")
+
+
+@pytest.mark.slow
+def test_what_it_says_follows_the_position(page):
+    says = "return [1, 2, 3, 4].map((n) => document.getElementById(`says${n}`).textContent)"
+    move = "Object.assign(state, arguments[0]); update();" + says
+    inside, beyond = (page.execute_script(move, {"position": t}) for t in (127, 400))
+    assert inside[0].startswith("At position 127, inside the training length, 0 of RoPE's 32 hands")
+    assert "0 of FoPE's. 21 of FoPE's stand still" in inside[0]
+    assert re.search(r"beyond .* 1[0-9] of RoPE's 32 .* 0 of FoPE's", beyond[0])
+    assert "no key is further away" in inside[2] and "% get a score from RoPE" in beyond[2]
+    # without floor and series FoPE is RoPE
+    same = page.execute_script(move, {"floor": False, "series": False})
+    a, b = re.match(r"Beyond the training length (\d+) % .* and (\d+) %", same[1]).groups()
+    assert a == b != "0" and "as in RoPE" in same[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [360, 1280, 1920])
+def test_nothing_is_wider_than_the_window(page, width):
+    size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.get(PAGE.as_uri())
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    curves = page.execute_script("return document.querySelectorAll('svg path').length")
+    assert curves > 200
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
