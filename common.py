@@ -71,13 +71,13 @@ def add_pos_flags(parser):
     add("--pi_scale", type=factor, help="the same, but by position interpolation")
 
 
-def parse_pos_args(pairs):
-    """["sigma=0.4", "variant=paper"] -> {"sigma": 0.4, "variant": "paper"}."""
+def parse_keywords(flag, pairs):
+    """["sigma=0.4", "variant=paper"] of a flag -> {"sigma": 0.4, "variant": "paper"}."""
     keywords = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or key in keywords:
-            raise ValueError(f"--pos_args {pair!r} is not of the form keyword=value, each once")
+            raise ValueError(f"{flag} {pair!r} is not of the form keyword=value, each once")
         try:
             keywords[key] = json.loads(text)
         except ValueError:

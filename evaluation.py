@@ -48,7 +48,7 @@ def load_for_evaluation(args):
     """The run to evaluate, its embedding changed as the flags say: (model, metadata, state)."""
     device = common.init_distributed(args.device)
     model, metadata, state = load_run(args.checkpoint)
-    pos_args = common.parse_pos_args(args.pos_args)
+    pos_args = common.parse_keywords("--pos_args", args.pos_args)
     scaling = common.parse_rope_scaling(args, model.config)
     if pos_args or scaling:
         if not args.out:

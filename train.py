@@ -154,7 +154,8 @@ def take_over(args):
 def new_model(args, data):
     """A model drawn from the seed, or with --init_from another run's, its embedding exchanged."""
     chosen = {name: getattr(args, name) for name in ("pos", "train_len", "seed")}
-    pos_args, size = common.parse_pos_args(args.pos_args), SIZE_OF.get(args.preset, args.preset)
+    pos_args = common.parse_keywords("--pos_args", args.pos_args)
+    size = SIZE_OF.get(args.preset, args.preset)
     if not args.init_from:
         given = {name: getattr(args, name) for name in SHAPE}
         chosen |= {name: value for name, value in given.items() if value is not None}

@@ -120,9 +120,6 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
         evaluation.evaluate_lengths(where, kind, evaluate, model, about, data=args.text or "")
 
 
-# --- the command
-
-
 def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add, size = parser.add_argument, common.positive_int

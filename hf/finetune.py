@@ -10,6 +10,8 @@ into sequences of --context tokens. The same --seed gives RoPE and FoPE the same
 order. Run again, it continues from its last checkpoint.
 """
 
+from functools import partial
+
 import torch
 from datasets import load_dataset
 from transformers.trainer_utils import get_last_checkpoint
@@ -69,7 +71,9 @@ def main(argv=None):
     args = parse_args(argv)
     if (args.pos_args or args.yarn_scale or args.pi_scale) and not args.pos:
         raise ValueError("--pos_args, --yarn_scale and --pi_scale go with --pos")
+    pos_args = common.parse_keywords("--pos_args", args.pos_args)
     model, tokenizer, _ = load_model(args.model)
+    scaling = common.parse_rope_scaling(args, AsGPT(model).config)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
         output_dir=args.out,
@@ -88,7 +92,7 @@ def main(argv=None):
         ddp_broadcast_buffers=False,  # FoPE's tables are buffers, and the same everywhere
         report_to="none",
     )
-    recipe |= common.parse_pos_args(args.trainer)
+    recipe |= common.parse_keywords("--trainer", args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
     data = read_data(args.data, args.config, args.split)
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
@@ -97,9 +101,9 @@ def main(argv=None):
         raise ValueError(f"{args.data} has fewer tokens than the {args.context:,} of --context")
     if args.pos:
         before = mean_loss(model, some)
-        chosen = common.parse_pos_args(args.pos_args) | dict(seed=args.seed)
-        chosen["rope_scaling"] = common.parse_rope_scaling(args, AsGPT(model).config)
-        swap_position_embedding(model, args.pos, args.context, **chosen)
+        chosen = dict(rope_scaling=scaling, seed=args.seed) | pos_args
+        swap = partial(swap_position_embedding, model, args.pos, **chosen)
+        first_line(f"--pos {args.pos}", lambda: swap(args.context))
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
         if trainer.is_world_process_zero():
             print(f"{before:.4f} nats per token with its own embedding, {after}")

@@ -20,7 +20,7 @@ from common import (
     ArgumentParser,
     git_commit,
     number,
-    parse_pos_args,
+    parse_keywords,
     parse_rope_scaling,
     positive_int,
     read_json,
@@ -77,7 +77,7 @@ def test_bad_flags_are_refused_with_a_sentence(argv, words):
 def test_pos_args():
     expected = {"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False}
     pairs = ["sigma=0.4", "n_freq=64", "variant=paper", "floor=false"]
-    assert parse_pos_args(pairs) == expected and parse_pos_args([]) == {}
+    assert parse_keywords("--pos_args", pairs) == expected
 
 
 def test_scales_are_of_the_length_that_the_weights_were_first_trained_at():

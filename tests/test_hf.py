@@ -338,6 +338,9 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
     refuses(main, [tmp_path / "none", "--data", data, *out], "none")
     refuses(main, [llama_folder, "--data", data, "--pos", "fire", *out], "fire")
     refuses(main, [llama_folder, "--data", data, "--trainer", "weight_deca=1", *out], "weight_deca")
+    refuses(main, [llama_folder, "--data", data, "--trainer", "bf16", *out], "--trainer 'bf16'")
+    wrong = ["--context", 16, "--pos", "rope", "--pos_args", "train_len=5"]
+    refuses(main, [llama_folder, "--data", data, *wrong, *out], "train_len")
     refuses(main, [llama_folder, "--data", data, "--context", 100_000, *out], "100,000")
     (tmp_path / "other.jsonl").write_text('{"question": "who?"}\n')
     refuses(main, [llama_folder, "--data", tmp_path / "other.jsonl", *out], "messages")

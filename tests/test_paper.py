@@ -141,7 +141,9 @@ def test_matched_noise_is_the_noise_of_the_tables(preset):
     plain, matched = noise(), (figures.FS_MATCHED, figures.DS[-1])
     for model in matched:
         words = paper.model_flags(model, config).split("--pos_args ")[1]
-        assert noise(**common.parse_pos_args(words.split())) == pytest.approx(plain, rel=0.02)
+        assert noise(**common.parse_keywords("--pos_args", words.split())) == pytest.approx(
+            plain, rel=0.02
+        )
 
 
 # --- the runner
