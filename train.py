@@ -43,9 +43,10 @@ PAPER = dict(train_len=512, tokens=10_000_000_000, batch_size=1024, grad_accum=1
 TINY = dict(train_len=128, tokens=512_000, batch_size=8, grad_accum=1, lr=2e-3, eval_tokens=8192)
 COPY = dict(passkey_frac=1.0, tokens=1_024_000, batch_size=4, lr=7e-4, eval_tokens=4096)
 SMALL = dict(train_len=512, tokens=5_000_000, batch_size=8, grad_accum=1, lr=1.5e-3, init_std=0.035)
+SMALL["save_every"] = 100  # a step takes seconds
 RECIPES = {size: PAPER for size in SIZES} | {"tiny": TINY, "tiny_passkey": TINY | COPY}
 RECIPES["20M_cpu"] = SMALL  # the paper's smallest model and length, as far as two hours go
-EVERY_RECIPE = dict(passkey_frac=0.0, eval_tokens=65536)
+EVERY_RECIPE = dict(passkey_frac=0.0, eval_tokens=65536, save_every=1000)
 SHAPE = ("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std")  # flags of the model
 SIZE_OF = {"tiny_passkey": "tiny", "20M_cpu": "20M"}  # the others are of the size they name
 
@@ -110,7 +111,7 @@ def parse_args(argv):
     add("--out", required=True, help="folder of the run, for example runs_out/fope")
     add("--resume", action="store_true", help="continue the run in --out")
     add("--stop_at", type=positive_int, help="save and stop after this step, as Ctrl-C would")
-    add("--save_every", type=positive_int, default=1000, help="steps between checkpoints")
+    add("--save_every", type=positive_int, help="steps between checkpoints")
     add("--eval_every", type=positive_int, help="steps between validation losses; else 10 in all")
     add("--eval_tokens", type=positive_int, help="validation tokens read for the loss")
     add("--log_every", type=positive_int, default=10, help="steps between lines of log.jsonl")
