@@ -116,7 +116,8 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
         evaluations["passkey"] = partial(passkey_accuracy, model, task, trials=args.passkeys)
     for kind, evaluate in evaluations.items():
         out = args.out / f"{Path(name).name}_{kind}.json"
-        where = SimpleNamespace(checkpoint=name, label=None, lengths=args.lengths, out=out)
+        label = Path(name).name  # two models may have one embedding
+        where = SimpleNamespace(checkpoint=name, label=label, lengths=args.lengths, out=out)
         evaluation.evaluate_lengths(where, kind, evaluate, model, about, data=args.text or "")
 
 

@@ -87,6 +87,7 @@ def main(argv=None):
         lr_scheduler_type="cosine",
         warmup_steps=0.1,  # of all
         bf16=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # else torchrun would share nothing there
         seed=args.seed,
         save_total_limit=1,
         ddp_broadcast_buffers=False,  # FoPE's tables are buffers, and the same everywhere

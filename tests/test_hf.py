@@ -4,6 +4,8 @@ import copy
 import json
 import random
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -331,6 +333,19 @@ def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path
     assert config.swap["train_len"] == config.max_position_embeddings == 64
 
 
+def test_processes_share_the_work(llama_folder, tmp_path):
+    finetune()
+    data, out = write_jsonl(tmp_path / "data.jsonl"), tmp_path / "out"
+    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29513"]
+    argv += ["-m", "hf.finetune", llama_folder, "--pos", "fope", "--data", data, "--out", out]
+    argv += ["--context", 64, "--trainer", "max_steps=2", "logging_steps=1"]
+    command = [sys.executable, *map(str, argv)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.count("nats per token") == 1  # from the first of them alone
+    state = json.loads((out / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["log_history"][-1]["num_tokens"] == 2 * 2 * 4 * 64  # steps, processes, sequences
+
+
 def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
     main, data = finetune(), write_jsonl(tmp_path / "data.jsonl")
     out = ["--out", tmp_path / "out"]
@@ -444,6 +459,7 @@ def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
         (path,) = (tmp_path / "out").glob(f"*_{kind}.json")
         result = json.loads(path.read_text())
         assert (result["pos"], result["train_len"]) == ("fope", 32)
+        assert result["label"] == checkpoint.name  # two models may have one embedding
         for length, row in result["lengths"].items():
             if kind == "perplexity":
                 loss = window_loss(model, ids[: n + 1], int(length)).mean()
