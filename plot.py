@@ -47,6 +47,8 @@ MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000",
 MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's
 MORE_STYLES += [("#DDCC77", "d"), ("#CC6677", "8")]
 
+FEW = 6  # more lines than these leave no room for the legend, bands and dashed lines
+
 # --- figures
 
 
@@ -73,13 +75,19 @@ def styles(labels):
     return style
 
 
-def draw_lines(ax, by_label, name, style, band, **kwargs):
-    for label, results in by_label.items():
+def draw_lines(ax, by_label, name, style, spread="", **kwargs):
+    """The mean over seeds of each label, with a "band" of std or each seed's "dots" around it."""
+    for i, (label, results) in enumerate(by_label.items()):
         lengths, mean, std, n = seed_stats(results, name)
-        ax.plot(lengths, mean, ms=5, label=label, **{**style[label], **kwargs})
-        if n > 1 and band:
-            colour = style[label]["color"]
+        ax.plot(lengths, mean, label=label, **{"ms": 5, **style[label], **kwargs})
+        colour = style[label]["color"]
+        if n > 1 and spread == "band":
             ax.fill_between(lengths, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
+        if n > 1 and spread == "dots":  # beside each other, not upon each other
+            x = np.array(lengths) * 2 ** (0.07 * (i - (len(by_label) - 1) / 2))
+            for r in results:
+                y = [r["lengths"][length][name] for length in lengths]
+                ax.scatter(x, y, s=9, color=colour, alpha=0.35, lw=0)
 
 
 def length_axis(ax, train_len, lengths):
@@ -91,11 +99,13 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
-def perplexity_panel(ax, by_label, measure, kind, style, note, band):
-    draw_lines(ax, by_label, measure, style, band)
+def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
+    draw_lines(ax, by_label, measure, style, spread)
     name = "loss in nats" if measure == "loss" else measure
-    ax.set_ylabel(f"{name} per {unit_of(next(iter(by_label.values())))} (lower is better)")
-    title = kind.replace("perplexity", measure).capitalize()
+    is_ratio = " / " in kind
+    unit = f"per {unit_of(next(iter(by_label.values())))} (lower is better)"
+    ax.set_ylabel(f"ratio of {name}" if is_ratio else f"{name} {unit}")
+    title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
     ax.set_title(f"{title} ({note})", fontsize=11)
     low, high = ax.get_ylim()
     if high > 4 * max(low, 1):
@@ -105,14 +115,16 @@ def perplexity_panel(ax, by_label, measure, kind, style, note, band):
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def passkey_panel(ax, by_label, style, note, band):
-    thin = dict(ls="--", lw=0.9, alpha=0.6)
-    draw_lines(ax, by_label, "accuracy", style, band)
-    draw_lines(ax, by_label, "token_accuracy", style, band=False, **thin)
+def passkey_panel(ax, by_label, style, note, spread):
+    thin = dict(ls="--", lw=0.9, alpha=0.6, ms=0)
+    draw_lines(ax, by_label, "accuracy", style, spread)
+    lines = "share of whole keys"
+    if len(by_label) <= FEW:
+        draw_lines(ax, by_label, "token_accuracy", style, **thin)
+        part = part_of_key(next(iter(by_label.values())))
+        lines = f"solid: whole key, dashed: share of its {part}"
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("passkeys retrieved (higher is better)")
-    part = part_of_key(next(iter(by_label.values())))
-    lines = f"solid: whole key, dashed: share of its {part}"
     ax.set_title(f"Passkey retrieval ({note})\n{lines}", fontsize=11)
 
 
@@ -120,18 +132,19 @@ def figure_length(results, measure="perplexity"):
     """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [kind for kind in results if results[kind]]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
-    beside = len(style) > 6  # so many lines leave no room for the legend, or for bands
+    beside = len(style) > FEW
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for ax, kind in zip(axes[0], panels, strict=True):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
         note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
-        note += ", band: std" if seeds > 1 and not beside else ""
+        spread = "" if beside else "dots" if kind == "passkey" else "band"
+        note += {"band": ", band: std", "dots": ", dots: each"}.get(spread * (seeds > 1), "")
         if kind == "passkey":
-            passkey_panel(ax, by_label, style, note, not beside)
+            passkey_panel(ax, by_label, style, note, spread)
         else:
-            perplexity_panel(ax, by_label, measure, kind, style, note, not beside)
+            perplexity_panel(ax, by_label, measure, kind, style, note, spread)
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
