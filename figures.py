@@ -34,6 +34,7 @@ class Figure:
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw passkeys by depth, too
+    ratio: bool = False  # and the ratio of the perplexities on the two corpora
     tiny_only: bool = False  # its flags are for the tiny size
 
 
@@ -164,9 +165,11 @@ FIGURES = {
     ),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),
-    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
+    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
-    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
+    "figure6b": Figure(
+        "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, ratio=True
+    ),
     "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
     "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
     "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),

@@ -300,7 +300,7 @@ def main(argv=None):
         print(tables.rates_table(gathered))
         return
     results = tables.load_results([result])
-    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth)
+    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, figure.ratio)
     print(tables.markdown_table(results, figure.measure))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")

@@ -128,9 +128,12 @@ def passkey_panel(ax, by_label, style, note, spread):
     ax.set_title(f"Passkey retrieval ({note})\n{lines}", fontsize=11)
 
 
-def figure_length(results, measure="perplexity"):
-    """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
-    panels = [kind for kind in results if results[kind]]
+def figure_length(results, measure="perplexity", ratio=False):
+    """
+    Perplexity (or loss) and passkey accuracy against length: the paper's figure 1. ratio: of the
+    perplexities on two corpora, too, as its figures 6a and 6b.
+    """
+    panels = [kind for kind in results if results[kind] and (ratio or " / " not in kind)]
     style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
     beside = len(style) > FEW
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
@@ -183,9 +186,9 @@ def figure_depth(by_label):
     return fig
 
 
-def draw(results, out, measure="perplexity", depth=False):
+def draw(results, out, measure="perplexity", depth=False, ratio=False):
     """OUT.png, and with depth OUT_depth.png of the passkeys. Returns their paths."""
-    figures = {out: figure_length(results, measure)}
+    figures = {out: figure_length(results, measure, ratio)}
     if depth and results["passkey"]:
         figures[f"{out}_depth"] = figure_depth(results["passkey"])
     Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +205,7 @@ def main(argv=None):
     add("--out", help="of the figure, without .png; else that of the first json file")
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
     add("--depth", action="store_true", help="also passkeys by depth")
+    add("--ratio", action="store_true", help="also the ratio of perplexities on two corpora")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
@@ -211,7 +215,7 @@ def main(argv=None):
         results = load_results(args.results)
         measure = "loss" if args.loss else "perplexity"
         out = args.out or Path(args.results[0]).with_suffix("")
-        figures = draw(results, out, measure, args.depth)
+        figures = draw(results, out, measure, args.depth, args.ratio)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)
     elif not args.tables:

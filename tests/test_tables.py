@@ -10,6 +10,7 @@ from scipy import stats
 from test_plot import result_file
 
 import paper
+import plot
 import tables
 
 
@@ -80,6 +81,10 @@ def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
     assert (
         "minus FoPE, nats per token on c4 / on books" in table and "| RoPE | 2 | 0.100 |" in table
     )
+    for ratio, panels in ((False, kinds[:2]), (True, kinds)):
+        figure = plot.figure_length(found, ratio=ratio)
+        shown = [ax.get_title().lower().partition(" (")[0] for ax in figure.axes]
+        assert shown == panels
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
