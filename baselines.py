@@ -36,7 +36,8 @@ class LearnedBias(PositionEmbedding):
     def attend(self, q, k, v):
         """
         No fused kernel makes such a bias by itself. So it is made for one block of queries at a
-        time, and again in the backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it.
+        time, and again in the backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it
+        (of FIRE's hidden layer, 32 instead of n_head).
         """
         starts = range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]
         if len(starts) == 1:
@@ -84,9 +85,9 @@ class KERPLE(LearnedBias):
 
 class FIRE(LearnedBias):
     """
-    FIRE: the bias is f(psi(i - j) / psi(max(L, i))) with psi(x) = log(c x + 1), a function f of
-    the distance as a share of all that the query can see. f is an MLP 1 -> 32 -> n_head; c and L
-    are learned.
+    FIRE: the bias is f(psi(i - j) / psi(max(L, i))) with psi(x) = log(c x + 1): a function of the
+    distance relative to the query's position (at least L), both on a log scale. f is an MLP
+    1 -> 32 -> n_head; c and L are learned.
 
     L starts at a quarter of the training length (512 of 2048 in FIRE's paper). Adam moves every
     parameter by about the learning rate, so L is stored as a multiple of its start, near 1.
@@ -132,7 +133,7 @@ class RoPEA(RoPE):
         cycle = 2 * math.pi / self.train_len
         self.freqs = ROUNDINGS[rounding](self.freqs / cycle) * cycle
         if not self.freqs.any():
-            raise ValueError(f"RoPE-A has nothing to turn with train_len {self.train_len}, under 4")
+            raise ValueError(f"RoPE-A has no frequency left at train_len {self.train_len}")
 
 
 # --- FoPE's equations, read otherwise
@@ -145,16 +146,20 @@ class FoPEShared(FoPE):
         super().__init__(**kwargs)
         self.cos_coef.copy_(self.sin_coef)
 
+    def inherit(self, old):
+        super().inherit(old)
+        self.cos_coef.copy_(self.sin_coef)
+
 
 class FoPERelative(FoPE):
     """
     Eq. 11 itself, a series on the logit and so a function of the distance: q.k becomes
 
-        sum_k sum_d coef[h, d, k] Re[q_k conj(k_k) e^{i w_d (i - j)}]
+        sum_m sum_d coef[h, d, m] Re[q_m conj(k_m) e^{i w_d (s - t)}]       query at s, key at t
 
     with the frequencies, identity and constant pairs of FoPE. FoPE turns q and k each, and its
     logit is a product of two series: the same noise twice, so sqrt(2) sigma is its match here.
-    Every pair k is repeated for each d, which makes q and k wider: small, slow, to compare.
+    Every pair m is repeated for each d, which makes q and k wider: small, slow, to compare.
     """
 
     def make_tables(self, T):
@@ -170,7 +175,7 @@ class FoPERelative(FoPE):
         K, (x1, x2) = coef.size(-2), x.float().chunk(2, dim=-1)
         y1, y2 = x1[..., :K, None], x2[..., :K, None]  # (B, n_head, T, K, 1)
         real, imaginary = coef * (y1 * cos - y2 * sin), coef * (y2 * cos + y1 * sin)
-        factor = math.sqrt(2) if self.variant == "released" else 1.0
+        factor = self.qk_factor * (math.sqrt(2) if self.variant == "released" else 1.0)
         constant = factor * torch.cat((x1[..., K:], x2[..., K:]), dim=-1)
         return torch.cat((real.flatten(-2), imaginary.flatten(-2), constant), dim=-1).type_as(x)
 

@@ -185,9 +185,11 @@ def file_sha256(path):
 
 
 def autocast(device):
-    """bf16 where a CUDA or XPU device has it, fp32 elsewhere."""
-    if device.type in ("cuda", "xpu") and torch.get_device_module(device).is_bf16_supported():
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+    """bf16 where a CUDA or XPU device has it in hardware, fp32 elsewhere."""
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        if module.is_bf16_supported(including_emulation=False):
+            return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 

@@ -176,7 +176,7 @@ class TokenData:
             part = self.shards[i][start - self.starts[i] :][:n]
             parts.append(part)
             start, n, i = start + len(part), n - len(part), i + 1
-        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, dtype=np.int64)
+        return np.concatenate(parts).astype(np.int64)
 
     def tokenizer_id(self):
         return tokenizer_id(self.meta)

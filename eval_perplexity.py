@@ -8,9 +8,9 @@ Loss and perplexity against length: does a model keep reading well past its trai
 At every length L the same validation tokens are cut into non-overlapping windows of L, and the
 loss is the total negative log-likelihood over all tokens scored: nats per token; perplexity is its
 exponential. A longer window gives most tokens more context, so a model that can use it gets better
-with L, and one that cannot gets worse. With --max_tokens the longest windows are spread evenly over
-the validation split, so that no single document decides; a length that does not divide the longest
-leaves out the end of each.
+with L, and one that cannot gets worse. The longest windows are spread evenly over the validation
+split, however few --max_tokens asks for, so that no single document decides; a length that does not
+divide the longest leaves out the end of each.
 """
 
 import math

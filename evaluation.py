@@ -81,11 +81,13 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
     for length in parse_lengths(args.lengths, config.train_len):
         try:
             row = evaluate(length)
-        except (DoesNotFit, MemoryError, RuntimeError) as e:
-            fits = not isinstance(e, DoesNotFit)
-            if fits and (common.world_size() > 1 or not common.is_out_of_memory(e)):
+        except DoesNotFit as e:
+            skipped[length] = str(e)
+        except (MemoryError, RuntimeError) as e:
+            if common.world_size() > 1 or not common.is_out_of_memory(e):
                 raise  # of several processes one cannot skip alone
-            skipped[length] = "out of memory" if fits else str(e)
+            skipped[length] = "out of memory"
+        if length in skipped:
             print(f"length {length:,} is skipped: {skipped[length]}", file=sys.stderr)
             continue
         shown = {k: v for k, v in row.items() if isinstance(v, int | float)}

@@ -120,10 +120,15 @@ ROUNDED = [
     Model(f"rope_a_{r}", f"RoPE-A, rounded {r}", f"--pos rope_a --pos_args rounding={r}")
     for r in ("up", "down")
 ]
-TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
-for m in TABLE2:
+
+
+def with_qk_norm(m):
     label = f"{m.label or NAMES[m.name]} + QK-norm"
-    TABLE2 += (replace(m, name=f"{m.name}_qk", label=label, flags=f"{m.flags} --qk_norm"),)
+    return replace(m, name=f"{m.name}_qk", label=label, flags=f"{m.flags} --qk_norm")
+
+
+TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
+TABLE2 += tuple(map(with_qk_norm, TABLE2))
 # a product of two series holds the noise twice, the series on the score once: sqrt(2) * 0.3
 READINGS = (
     *PAIR,
@@ -164,7 +169,7 @@ FIGURES = {
         "the same at a quarter of the rate", changed("slow", "--lr 5e-4"), tiny_only=True
     ),
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
-    "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),
+    "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
     "figure6b": Figure(

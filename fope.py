@@ -45,9 +45,9 @@ def rotation_tables(freqs, T):
 
 def apply_rotation(x, cos, sin):
     """
-    Multiply each pair of dimensions (m, m + head_dim/2) of x (..., T, head_dim), as one complex
-    number x1 + i x2, by cos + i sin: a rotation where that is RoPE's e^{i w_m t}. The tables are
-    (T, head_dim/2) or (n_head, T, head_dim/2). In fp32; returned in the dtype of x.
+    Each pair of dimensions (m, m + head_dim/2) of x (..., T, head_dim) is a complex number
+    x1 + i x2; multiply it by cos + i sin. With RoPE's tables that is e^{i w_m t}, a rotation. The
+    tables are (T, head_dim/2) or (n_head, T, head_dim/2). In fp32; returned in the dtype of x.
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
@@ -57,7 +57,7 @@ def apply_rotation(x, cos, sin):
 
 
 class PositionEmbedding(nn.Module):
-    """The interface. As it stands it changes nothing. train_len in tokens; theta is RoPE's."""
+    """The interface; the base class does nothing. train_len in tokens; theta is RoPE's."""
 
     def __init__(self, *, head_dim, n_head, train_len, theta=10000.0):
         super().__init__()
@@ -109,10 +109,10 @@ class ALiBi(PositionEmbedding):
 
     def with_bias(self, q, k, v, j):
         """
-        The bias without a mask. Softmax ignores what is constant in a row, so -m(i - j) is the
-        same as +m j: one number per key, at position j (.., T), which two more columns of q and k
-        bring into the dot product. j is split into 256 floor(j/256) and j mod 256, since bf16 holds
-        integers exactly only up to 256, and both parts exactly up to j = 65535.
+        The bias without an attention mask. Softmax ignores what is constant in a row, so
+        -m(i - j) can be +m j: one number per key, at position j (.., T), which two extra columns
+        of q and k bring into the dot product. j is split into 256 floor(j/256) and j mod 256:
+        bf16 holds integers exactly only up to 256, and both parts exactly up to j = 65535.
         """
         key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(k.dtype)
         query_columns = self.slopes.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 2)
@@ -132,8 +132,8 @@ class RoPE(PositionEmbedding):
     """
     Rotary position embedding: pair m of the query (key) at position t turns by the angle t w_m.
 
-    scale: a function of the frequencies that returns those to turn with, such as YaRN in
-    baselines.py, which lets a trained model read further. q and k are both multiplied by qk_factor.
+    scale: maps the frequencies to those that are used, such as YaRN in baselines.py, which lets a
+    trained model read further. qk_factor multiplies both q and k.
     """
 
     def __init__(self, *, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs):
@@ -193,18 +193,18 @@ class FoPE(RoPE):
         cos_table[h, t, k] = sum_d cos(t w_d) cos_coef[h, d, k]       and the same with sin
 
     The pair is multiplied by the complex number cos + i sin of its tables. Without noise that is
-    RoPE's rotation. With noise it also stretches, since cos and sin have coefficients of their own.
+    RoPE's rotation. With noise it also stretches: a sum of waves leaves the unit circle.
 
     freqs (D,): the n_kept RoPE frequencies above the floor, largest first, then random ones,
     uniform in [0, pi] (under the floor, too), up to n_freq.
-    cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, each head and each
-    of the two for itself, never trained, saved with the model. sigma is the size of the noise.
+    cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, independently for
+    each head and for cos and sin; never trained, but saved. sigma is the size of the noise.
 
-    variant="released" is the authors' repository, which leaves D to the number of kept
-    frequencies, where the paper's Table 3 has 64. "paper" has the equations' tables, with sigma as
-    the standard deviation; the text calls it a variance. (The equations' logit is one series in
-    i - j. Code turns q and k each, so the logit is a product of two series and, with noise, depends
-    on i and j; FoPERelative in baselines.py is the equations' own.)
+    variant="released" is the authors' repository, where D is the number of kept frequencies; the
+    paper's Table 3 says 64. "paper" has the equations' tables, with sigma as the standard
+    deviation; the text calls it a variance. (The equations' logit is one series in i - j. Code
+    turns q and k each, so the logit is a product of two series and, with noise, depends on i and j;
+    FoPERelative in baselines.py is the equations' own.)
 
                         "released"                            "paper"
         K               min(n_kept, head_dim/4)               n_kept
@@ -213,13 +213,13 @@ class FoPE(RoPE):
         own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
         other pairs     cos 1, sin 1                          cos 1, sin 0
 
-    With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their share of
+    With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their term in
     q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
     alone: close to 0, so that their pairs all but drop out of q.k.
-    cap=False leaves head_dim/4 out. So it is for a model that was trained with RoPE: each frequency
-    stays on the pair that has learned it, where s = 2 would move them all.
-    CF alone is sigma=0. FS alone is floor=False: head_dim/4 does not cut then, and sigma has to be
-    larger for the same noise.
+    cap=False removes the limit of head_dim/4. It is for a model that was trained with RoPE: each
+    frequency stays on the pair that has learned it, where s = 2 would move them all.
+    CF alone is sigma=0. FS alone is floor=False, which removes that limit, too, and needs a larger
+    sigma for the same noise.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class FoPE(RoPE):
         if variant == "released" and floor and cap:
             K = min(K, self.head_dim // 4)
         if K == 0:
-            size = f"head_dim {self.head_dim} and train_len {self.train_len}"
-            raise ValueError(f"FoPE has nothing to turn with {size}: under 4, or under 7")
+            least = f"head_dim {self.head_dim} must be at least 4, the floor of {floor_len} tokens"
+            raise ValueError(f"FoPE has no frequency left: {least} at least 7")
         if len(kept) > D:
             raise ValueError(f"n_freq is {D}, but {len(kept)} frequencies are kept")
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
@@ -281,14 +281,16 @@ class FoPE(RoPE):
         """
         Keep the coefficients of every frequency that both have. A longer training length lowers
         the floor, and more frequencies pass it. Each of these gets a row of noise in the old
-        series, and a series of its own: noise, and weight 1 at d = k.
+        series and, where K grows, a series of its own: noise, and weight 1 at d = k.
         """
         if not isinstance(old, FoPE):
             return  # nothing is drawn there: this one's draws stay
         (_, D, K), (_, old_D, old_K) = self.cos_coef.shape, old.cos_coef.shape
-        if (old_D, old_K) == (D, K) and self.sigma != old.sigma:
-            was = f"{old.sigma} when all coefficients were drawn"
-            raise ValueError(f"sigma was {was}, it cannot become {self.sigma}")
+        drawn, old_drawn = ((pos.sigma, pos.variant) for pos in (self, old))
+        if (old_D, old_K) == (D, K) and drawn != old_drawn:
+            was = "sigma {} and variant {}".format(*old_drawn)
+            wanted = "sigma {} and variant {}".format(*drawn)
+            raise ValueError(f"all coefficients were drawn with {was}, not with {wanted}")
         # the rows (frequencies) that both have: first the kept ones, then the random ones
         n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
         rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))

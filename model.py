@@ -25,8 +25,8 @@ from fope import POSITION_EMBEDDINGS, RoPE
 # name: (n_layer, n_head, head_dim, n_embd). The paper's sizes (Table 3) count blocks + output head;
 # the input table comes on top.
 SIZES = {
-    # For a CPU, 1.3M in the blocks. Its heads are twice as wide together as n_embd: at a training
-    # length of 128 FoPE keeps 11 frequencies of a head_dim of 64, and ALiBi needs four slopes.
+    # For a CPU, 1.3M in the blocks. n_head * head_dim is twice n_embd: at a training length of 128
+    # FoPE keeps 11 of the 32 frequencies of a head of 64, and ALiBi needs four slopes.
     "tiny": (4, 4, 64, 128),
     "20M": (8, 4, 64, 256),
     "60M": (8, 8, 64, 512),
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: up to 4 n_embd, each of them gated, and back."""
+    """SwiGLU: widen to 4 n_embd, gate, project back."""
 
     def __init__(self, config):
         super().__init__()
@@ -191,7 +191,7 @@ class GPT(nn.Module):
     def compile_parts(self):
         """torch.compile by parts: one graph of it all would hold the logits of all positions."""
         for block in self.blocks:
-            if isinstance(block.attn.pos, RoPE):  # made within, tables would cost a second graph
+            if isinstance(block.attn.pos, RoPE):  # made within, they would cost a second graph
                 block.attn.pos.tables(self.config.train_len)
             block.compile()
         self.slice_loss = torch.compile(loss_and_gradient)
@@ -199,7 +199,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
         """
-        Yields max_new_tokens times the next token (B, 1) of idx (B, T). temperature 0 takes the
+        Yields the next token (B, 1) of idx (B, T), max_new_tokens times. temperature 0 takes the
         most likely one. The whole text is read again for each: slow, and at every length the same
         computation as in training.
         """
@@ -217,7 +217,7 @@ class GPT(nn.Module):
             yield next_token
 
 
-# --- the loss, in slices: at T = 8192 and 50k tokens the logits of one sequence are 1.6 GB
+# --- the loss, in slices: at T = 8192 and a vocabulary of 50k the logits of one sequence are 1.6 GB
 
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 
@@ -233,7 +233,7 @@ def loss_and_gradient(logits, targets):
 
 
 def vocab_logits(x, weight, vocab_size):
-    """x weight^T, in which what pads the vocabulary gets no probability."""
+    """The logits x weight^T, with -inf in the columns that only pad the vocabulary."""
     logits = F.linear(x, weight)
     logits[:, vocab_size:] = -torch.inf
     return logits
@@ -241,9 +241,10 @@ def vocab_logits(x, weight, vocab_size):
 
 def linear_cross_entropy(x, weight, targets, vocab_size, reduction="mean", slice_loss=None):
     """
-    Cross-entropy in nats of x (N, C) under the logits x weight^T, weight (V, C), of which the first
-    vocab_size count, targets (N,): its mean, a scalar, or with reduction="none" (N,), fp32. Logits
-    are made for LOGITS_PER_SLICE // V rows at a time. slice_loss: a compiled loss_and_gradient.
+    Cross-entropy in nats of targets (N,) under the logits x weight^T, x (N, C), weight (V, C), of
+    whose rows only the first vocab_size are tokens. Its mean, a scalar, or with reduction="none"
+    (N,), fp32. Logits are made for LOGITS_PER_SLICE // V rows at a time. slice_loss: a compiled
+    loss_and_gradient.
     """
     n_rows = max(1, LOGITS_PER_SLICE // len(weight))
     if torch.is_grad_enabled() and reduction == "mean":

@@ -10,8 +10,9 @@ The paper's figures and tables, which figures.py lists: train, evaluate, draw.
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
 what was cut off is resumed; Ctrl-C saves all that runs. Models of the sizes tiny and 20M_cpu run
-side by side, one a core. At tiny size text and passkeys have a model each (the presets tiny and
-tiny_passkey of train.py); from 20M on both are asked of one model, as in the paper.
+side by side on the CPU, one a core, whatever --device says. At tiny size text and passkeys have a
+model each (the presets tiny and tiny_passkey of train.py); from 20M on both are asked of one model,
+as in the paper.
 """
 
 import math
@@ -59,7 +60,7 @@ def run_folder(figure, kind, name, seed, args):
 
 
 def recipe_config(preset, **more):
-    """The GPTConfig of one of train.py's presets."""
+    """Size and train_len of one of train.py's presets, as a GPTConfig."""
     size = SIZE_OF.get(preset, preset)
     return GPTConfig.preset(size, train_len=RECIPES[preset]["train_len"], **more)
 
@@ -125,7 +126,7 @@ def eval_commands(figure, model, kind, seed, args):
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
         command += ["--lengths", lengths, amount, setting.amount, *model.eval_flags.split()]
         command += ["--data", data_folder(corpus, args)] if corpus else []
-        command += ["--seed", seed] if kind == "passkey" else []  # each model its own prompts
+        command += ["--seed", seed] if kind == "passkey" else []  # each seed its own prompts
         command += ["--label", model.label] if model.label else []
         commands.append((command, result))
     return commands

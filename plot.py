@@ -5,9 +5,7 @@ Results to figures and Markdown tables.
     python plot.py runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
     python plot.py --tables README.md results/README.md docs/index.html     their tables, anew
 
-A file holds one evaluation, as eval_perplexity.py and eval_passkey.py write it beside the
-checkpoint, or a list of them, as paper.py gathers them. Seeds of one label are drawn as mean and
-standard deviation.
+Seeds of one label are drawn as their mean, with the standard deviation or each as a dot around it.
 """
 
 import itertools
@@ -162,9 +160,9 @@ def figure_length(results, measure="perplexity", ratio=False):
 
 def figure_depth(by_label):
     """Passkey accuracy by the depth of the key and the length of the prompt: heat maps."""
-    size, n = (2.6 * len(by_label) + 0.8, 3.4), len(by_label)
+    size = (2.6 * len(by_label) + 0.8, 3.4)
     layout = dict(figsize=size, sharey=True, squeeze=False, layout="constrained")
-    fig, axes = plt.subplots(1, n, **layout)
+    fig, axes = plt.subplots(1, len(by_label), **layout)
     for ax, (label, results) in zip(axes[0], by_label.items(), strict=True):
         lengths = common_lengths(results)
         weights, values = (

@@ -72,7 +72,7 @@ def train_bpe(texts, n_vocab, path):
 
 
 def group_documents(documents, chars=2**18):
-    """(split, texts) of neighbours in one split, some 100 kB: the unit of work, of a resume."""
+    """(split, texts) of neighbours in one split, about 260 kB: the unit of work, of a resume."""
     split, texts, size = None, [], 0
     for new_split, text in documents:
         if texts and (new_split != split or size > chars):

@@ -3,8 +3,8 @@ Results to statistics and Markdown tables.
 
 A file holds one evaluation, as eval_perplexity.py and eval_passkey.py write it beside the
 checkpoint, or a list of them, as paper.py gathers them. Two labels with the same seeds are compared
-seed by seed: models of one seed share weights, data and order, so their difference varies less than
-they do. Models read on two corpora have a table for each, and one for the ratio.
+seed by seed: models of one seed share initial weights, data and order, so their difference varies
+less than they do. Models read on two corpora have a table for each, and one for the ratio.
 """
 
 import math
@@ -246,8 +246,8 @@ def markdown_table(results, measure="perplexity", to="FoPE"):
 def html_tables(markdown):
     """The same as HTML, for docs/index.html, which draws its curves from them."""
     tables = []
-    for grid in markdown.split("\n\n"):
-        lines = [line.strip("| ").split(" | ") for line in grid.split("\n")]
+    for table in markdown.split("\n\n"):
+        lines = [line.strip("| ").split(" | ") for line in table.split("\n")]
         rows = ["".join(f'<th scope="col">{cell}</th>' for cell in lines[0])]
         for label, *cells in lines[2:]:
             values = "".join(f"<td>{cell}</td>" for cell in cells)

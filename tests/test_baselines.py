@@ -79,7 +79,7 @@ def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
 
 
 def test_aligned_frequencies_need_a_length_that_one_completes():
-    with pytest.raises(ValueError, match="nothing to turn with train_len 3"):
+    with pytest.raises(ValueError, match="no frequency left at train_len 3"):
         make_embedding("rope_a", train_len=3)
 
 
@@ -172,7 +172,7 @@ def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
     torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["rope", "fope"])
+@pytest.mark.parametrize("name", ["rope", "fope", "fope_relative"])
 def test_yarn_temperature_multiplies_the_logits(name):
     q, k, _ = draw_qkv(30)
     scaling = {"kind": "yarn", "factor": 4.0, "original_len": 40}

@@ -185,7 +185,7 @@ def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_pa
         (["--pi_scale", "2", "--yarn_scale", "2"], "give one of them"),
         (["--yarn_temperature"], "goes with --yarn_scale"),
         # a trained FoPE keeps its coefficients
-        (["--pos_args", "sigma=0.9"], "it cannot become 0.9"),
+        (["--pos_args", "sigma=0.9"], "not with sigma 0.9"),
         (["--pos_args", "floor=False"], "floor must be true, false or"),
         (["--pos_args", "variant=paper", "variant=released"], "each once"),
     ):

@@ -386,9 +386,11 @@ def test_fope_keeps_its_own_draws_where_nothing_was_drawn_before():
     assert torch.equal(pos.cos_coef, before)
 
 
-def test_sigma_of_coefficients_that_are_all_kept_cannot_change():
-    with pytest.raises(ValueError, match=r"sigma was 0.3 .* it cannot become 0.4"):
-        make_embedding(sigma=0.4).inherit(make_embedding())
+@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}])
+def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
+    words = f"drawn with sigma 0.3 .* not with .*{next(iter(change.values()))}"
+    with pytest.raises(ValueError, match=words):
+        make_embedding(**change).inherit(make_embedding())
 
 
 # --- refusals
@@ -402,7 +404,7 @@ def test_sigma_of_coefficients_that_are_all_kept_cannot_change():
         ({"sigma": -0.1}, "not negative"),
         ({"sigma": math.inf}, "not negative"),
         ({"sigma": math.nan}, "not negative"),
-        ({"train_len": 6}, "train_len 6"),
+        ({"train_len": 6}, "the floor of 6 tokens"),
         ({"head_dim": 15}, "must be even"),
         ({"head_dim": 2}, "head_dim 2"),
         ({"floor": "False"}, "true, false or"),

@@ -51,8 +51,7 @@ def test_defaults_are_the_papers_from_20M_up(preset):
     args = parsed("--preset", preset)
     assert (args.train_len, args.tokens, args.batch_size, args.lr) == (512, 10**10, 1024, 6e-4)
     assert (args.weight_decay, args.passkey_frac) == (0.1, 0.0)
-    # the paper's warm-up is 10,000 steps, but no more than half of them
-    assert train.plan_steps(args) == 19074 and args.warmup_steps == 9537
+    assert train.plan_steps(args) == 19074 and args.warmup_steps == 10_000
     args = parsed("--preset", preset, "--tokens=100_000_000_000")
     assert train.plan_steps(args) == 190735 and args.warmup_steps == 10_000
 
