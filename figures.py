@@ -181,9 +181,10 @@ FIGURES = {
     "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
 }
 
-# The comparisons that carry the report's claims, named before the models were trained: figure, kind
-# of result, number, label, what it is compared with, multiple of the training length. Text has five
-# seeds in them, passkeys ten. "Level" is an interval of the difference within 0.05 nats.
+# The comparisons that carry the report's claims, named before the models were trained (the report
+# says what was settled later): figure, kind of result, number, label, what it is compared with,
+# multiple of the training length. Text has five seeds in them, passkeys ten. "Level" is an interval
+# of the difference within 0.05 nats.
 TEXT, KEYS = ("perplexity", "loss"), ("passkey", "token_accuracy")
 ON_BOOKS = ("perplexity on books", "loss")
 PRIMARY = (

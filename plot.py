@@ -18,6 +18,7 @@ import numpy as np
 
 from common import ArgumentParser, one_sentence_errors, write_atomically
 from tables import (
+    MEASURES,
     NAMES,
     common_lengths,
     fill_tables,
@@ -45,7 +46,7 @@ MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000",
 MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's
 MORE_STYLES += [("#DDCC77", "d"), ("#CC6677", "8")]
 
-FEW = 6  # more lines than these leave no room for the legend, bands and dashed lines
+FEW = 6  # more lines than these leave no room for the legend, bands and dots
 
 # --- figures
 
@@ -54,7 +55,7 @@ def styles(labels):
     """
     {label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones
     for everything else: one for the same change to two embeddings ("RoPE, YaRN x4" and "FoPE, YaRN
-    x4"), the second dashed.
+    x4"), the second dashed. What goes on from RoPE ("RoPE to FoPE") is dashed, too.
     """
     fixed = {NAMES[pos]: {"color": colour, "marker": m} for pos, (colour, m) in STYLES.items()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
@@ -70,14 +71,16 @@ def styles(labels):
             style[label] = {**unpaired.pop(change), "ls": "--"}
         else:
             style[label] = unpaired[change] = next(more)
+        if label.startswith("RoPE to "):
+            style[label] = {**style[label], "ls": "--"}
     return style
 
 
-def draw_lines(ax, by_label, name, style, spread="", **kwargs):
+def draw_lines(ax, by_label, name, style, spread):
     """The mean over seeds of each label, with a "band" of std or each seed's "dots" around it."""
     for i, (label, results) in enumerate(by_label.items()):
         lengths, mean, std, n = seed_stats(results, name)
-        ax.plot(lengths, mean, label=label, **{"ms": 5, **style[label], **kwargs})
+        ax.plot(lengths, mean, label=label, ms=5, **style[label])
         colour = style[label]["color"]
         if n > 1 and spread == "band":
             ax.fill_between(lengths, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
@@ -108,22 +111,21 @@ def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     low, high = ax.get_ylim()
     if high > 4 * max(low, 1):
         ax.set_yscale("log")
+        ax.set_ylabel(f"{ax.get_ylabel()}, log axis")
         ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def passkey_panel(ax, by_label, style, note, spread):
-    thin = dict(ls="--", lw=0.9, alpha=0.6, ms=0)
-    draw_lines(ax, by_label, "accuracy", style, spread)
-    lines = "share of whole keys"
-    if len(by_label) <= FEW:
-        draw_lines(ax, by_label, "token_accuracy", style, **thin)
-        part = part_of_key(next(iter(by_label.values())))
-        lines = f"solid: whole key, dashed: share of its {part}"
+def passkey_panel(ax, by_label, name, style, note, spread):
+    draw_lines(ax, by_label, name, style, spread)
+    part = part_of_key(next(iter(by_label.values())))
+    what = {"accuracy": "Whole passkeys", "token_accuracy": f"Passkey {part}"}[name]
+    if what == "Passkey digits":
+        ax.axhline(0.1, color="black", lw=0.8, ls=":")  # guessed
     ax.set_ylim(-0.03, 1.03)
-    ax.set_ylabel("passkeys retrieved (higher is better)")
-    ax.set_title(f"Passkey retrieval ({note})\n{lines}", fontsize=11)
+    ax.set_ylabel("share that is right (higher is better)")
+    ax.set_title(f"{what} ({note})", fontsize=11)
 
 
 def figure_length(results, measure="perplexity", ratio=False):
@@ -131,25 +133,26 @@ def figure_length(results, measure="perplexity", ratio=False):
     Perplexity (or loss) and passkey accuracy against length: the paper's figure 1. ratio: of the
     perplexities on two corpora, too, as its figures 6a and 6b.
     """
-    panels = [kind for kind in results if results[kind] and (ratio or " / " not in kind)]
-    style = styles(list(dict.fromkeys(label for kind in panels for label in results[kind])))
+    kinds = [kind for kind in results if results[kind] and (ratio or " / " not in kind)]
+    panels = [(k, n) for k in kinds for n in (MEASURES[k] if k == "passkey" else (measure,))]
+    style = styles(list(dict.fromkeys(label for kind in kinds for label in results[kind])))
     beside = len(style) > FEW
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for ax, kind in zip(axes[0], panels, strict=True):
+    for ax, (kind, name) in zip(axes[0], panels, strict=True):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
         note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
         spread = "" if beside else "dots" if kind == "passkey" else "band"
         note += {"band": ", band: std", "dots": ", dots: each"}.get(spread * (seeds > 1), "")
         if kind == "passkey":
-            passkey_panel(ax, by_label, style, note, spread)
+            passkey_panel(ax, by_label, name, style, note, spread)
         else:
-            perplexity_panel(ax, by_label, measure, kind, style, note, spread)
+            perplexity_panel(ax, by_label, name, kind, style, note, spread)
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
-        if ax is axes[0, -beside] or list(by_label) != list(results[panels[0]]):
+        if ax is axes[0, -beside] or list(by_label) != list(results[kinds[0]]):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}

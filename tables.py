@@ -178,7 +178,7 @@ def compare(primary, folder):
         values = paired_differences(by_label[label], by_label[to], name, [length])[:, 0]
         if len(values) < 2 or not values.std():
             raise ValueError(f"{figure}: {label} and {to} need two seeds and a difference to test")
-        row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, multiple=multiple)
+        row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
         row |= dict(seeds=len(values), mean=values.mean(), half_interval=half_interval(values))
         rows.append(row | dict(p=stats.ttest_1samp(values, 0).pvalue))
     worst = 0.0
@@ -201,8 +201,11 @@ ROWS = {  # title, name in the json, factor, digits
     ],
 }
 DIFFERENCES = {  # the same, of what is compared seed by seed
-    "perplexity": ("minus {to}, nats per {unit}{corpus}", "loss", 1, 3),
-    "passkey": ("minus {to}, % of {part}", "token_accuracy", 100, 0),
+    "perplexity": [("minus {to}, nats per {unit}{corpus}", "loss", 1, 3)],
+    "passkey": [
+        ("minus {to}, % of whole passkeys", "accuracy", 100, 0),
+        ("minus {to}, % of {part}", "token_accuracy", 100, 0),
+    ],
 }
 
 
@@ -212,11 +215,11 @@ def grid(columns, rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def markdown_table(results, measure="perplexity", to="FoPE"):
+def markdown_table(results, measure="perplexity", to="FoPE", only_differences=False):
     """
     Perplexity (or loss), whole keys and digits by length: mean (± std over several seeds). Below
-    them, where there are several seeds, the paired differences to the label `to`: mean ± half the
-    95 % interval.
+    them, or without them, where there are several seeds, the paired differences to the label `to`:
+    mean ± half the 95 % interval.
     """
     tables = []
     for kind, by_label in results.items():
@@ -227,19 +230,17 @@ def markdown_table(results, measure="perplexity", to="FoPE"):
         words = dict(unit=unit_of(every), part=part_of_key(every), corpus=corpus, to=to)
         lengths, train_len = common_lengths(every), every[0]["train_len"]
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
-        for title, *number in ROWS["passkey" if is_passkey else measure]:
+        for title, *number in ROWS["passkey" if is_passkey else measure] * (not only_differences):
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
             tables.append(grid([title.format(**words), *columns], rows))
-        if to not in by_label:
-            continue
-        title, *number = DIFFERENCES["passkey" if is_passkey else "perplexity"]
-        others = {label: rs for label, rs in by_label.items() if label != to}
-        rows = [
-            [label, *difference_cells(rs, by_label[to], lengths, *number)]
-            for label, rs in others.items()
-        ]
-        if rows := [row for row in rows if len(row) > 1]:
-            tables.append(grid([title.format(**words), *columns], rows))
+        others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}
+        for title, *number in DIFFERENCES["passkey" if is_passkey else "perplexity"]:
+            rows = [
+                [label, *difference_cells(rs, by_label[to], lengths, *number)]
+                for label, rs in others.items()
+            ]
+            if rows := [row for row in rows if len(row) > 1]:
+                tables.append(grid([title.format(**words), *columns], rows))
     return "\n\n".join(tables)
 
 
@@ -295,7 +296,7 @@ def primary_table(rows):
     for r in rows:
         name, factor, digits = words[r["measure"]]
         mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))
-        what = f"{r['label']} minus {r['to']}, {name}, {r['multiple']}x ({r['figure']})"
+        what = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
         lines.append([what, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
     return grid(["primary comparison", "seeds", "difference", "p (Holm)"], lines)
 
@@ -341,7 +342,8 @@ def table_of(name, options, folder):
             results = {"passkey": only_copying(results["passkey"])}
         elif key == "to":
             to = value
-    table = markdown_table(results, "loss" if "loss" in options else "perplexity", to)
+    measure = "loss" if "loss" in options else "perplexity"
+    table = markdown_table(results, measure, to, "differences" in options)
     return html_tables(table) if "html" in options else table
 
 

@@ -66,7 +66,10 @@ def test_models_that_do_not_copy_can_be_left_out(tmp_path):
     write(tmp_path / "a.json", results)
     table = tables.table_of("a", "kind=passkey copies", tmp_path)
     rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| RoPE")]
-    assert [n for _, n in rows] == ["3", "3", "2"]
+    assert [n for _, n in rows] == ["3", "3", "2", "2"]
+    table = tables.table_of("a", "kind=passkey differences to=RoPE", tmp_path)
+    titles = [line.split(" | ")[0] for line in table.splitlines() if "seeds" in line]
+    assert titles == ["| minus RoPE, % of whole passkeys", "| minus RoPE, % of tokens"]
 
 
 def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
@@ -105,7 +108,7 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
         assert row["mean"] - row["half_interval"] == pytest.approx(test.confidence_interval().low)
         running = max(running, min(1, factor * test.pvalue))
         assert row["p_holm"] == pytest.approx(running)
-    assert "| RoPE minus FoPE, loss, 2x (a) | 6 | " in tables.primary_table(rows)
+    assert "| RoPE minus FoPE, loss at 256 (a) | 6 | " in tables.primary_table(rows)
 
 
 def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
