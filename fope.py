@@ -286,11 +286,9 @@ class FoPE(RoPE):
         if not isinstance(old, FoPE):
             return  # nothing is drawn there: this one's draws stay
         (_, D, K), (_, old_D, old_K) = self.cos_coef.shape, old.cos_coef.shape
-        drawn, old_drawn = ((pos.sigma, pos.variant) for pos in (self, old))
-        if (old_D, old_K) == (D, K) and drawn != old_drawn:
-            was = "sigma {} and variant {}".format(*old_drawn)
-            wanted = "sigma {} and variant {}".format(*drawn)
-            raise ValueError(f"all coefficients were drawn with {was}, not with {wanted}")
+        noise, was = (f"sigma {pos.sigma} and variant {pos.variant}" for pos in (self, old))
+        if (old_D, old_K) == (D, K) and noise != was:
+            raise ValueError(f"all coefficients were drawn with {was}, not with {noise}")
         # the rows (frequencies) that both have: first the kept ones, then the random ones
         n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
         rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))

@@ -230,7 +230,8 @@ def markdown_table(results, measure="perplexity", to="FoPE", only_differences=Fa
         words = dict(unit=unit_of(every), part=part_of_key(every), corpus=corpus, to=to)
         lengths, train_len = common_lengths(every), every[0]["train_len"]
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
-        for title, *number in ROWS["passkey" if is_passkey else measure] * (not only_differences):
+        numbers = [] if only_differences else ROWS["passkey" if is_passkey else measure]
+        for title, *number in numbers:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
             tables.append(grid([title.format(**words), *columns], rows))
         others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}

@@ -172,6 +172,12 @@ def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
     torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
 
 
+def test_one_draw_for_cos_and_sin_stays_one_when_it_is_inherited():
+    pos = make_embedding("fope_shared", train_len=160)  # a lower floor: rows of noise are new
+    pos.inherit(make_embedding())
+    assert torch.equal(pos.cos_coef, pos.sin_coef)
+
+
 @pytest.mark.parametrize("name", ["rope", "fope", "fope_relative"])
 def test_yarn_temperature_multiplies_the_logits(name):
     q, k, _ = draw_qkv(30)
