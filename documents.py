@@ -40,6 +40,15 @@ def strip_gutenberg(text):
     return text[start.end() : stop].strip()
 
 
+def unwrap(text):
+    """
+    Each paragraph as one line. Project Gutenberg breaks lines at about 70 characters, and a model
+    that learned to expect these breaks expects them in web pages, too. Short and indented lines
+    (verse, headings, tables) stay as they are.
+    """
+    return re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
+
+
 def expand(paths):
     """The files of a local source, folders searched; sorted, so that every run has one order."""
     files = []
@@ -117,9 +126,9 @@ def download(source, name):
 
 def find_sources(args):
     """
-    [(local files, val_frac), ...]: what to read, downloaded first where need be, and its share for
-    validation. Training text comes from the first entry alone; validation text from the first, or
-    else from a second that is nothing else.
+    [(local files, val_frac, join_lines), ...]: what to read, downloaded first where need be, its
+    share for validation, and whether to unwrap it. Training text comes from the first entry alone;
+    validation text from the first, or else from a second that is nothing else.
     """
     val_files = expand(args.val_source) if args.val_source else []
     if args.source == ["sotu"]:
@@ -134,7 +143,8 @@ def find_sources(args):
         val_files = val_files or ([download(source, val)] if val else [])
     else:
         files = expand(args.source)
-    return [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
+    split = [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
+    return [(*source, args.unwrap) for source in split]
 
 
 def parse_shards(text):
@@ -153,9 +163,10 @@ def is_validation(text, val_frac):
     return int.from_bytes(digest[:8], "big") < val_frac * 2**64
 
 
-def labelled_documents(files, val_frac):
+def labelled_documents(files, val_frac, join_lines):
     """(split, text) of every non-empty document of these files, in order."""
     for path in files:
         for text in read_documents(path):
             if text.strip():
-                yield "val" if is_validation(text, val_frac) else "train", text
+                split = "val" if is_validation(text, val_frac) else "train"
+                yield split, unwrap(text) if join_lines else text

@@ -240,7 +240,7 @@ EVALUATIONS = {"text": ("perplexity", "--max_tokens"), "passkey": ("passkey", "-
 DATA = {
     "bytes": "--source sotu --tokenizer byte",
     "bpe": "--source sotu --tokenizer bpe:2048",
-    "books": "--source gutenberg --shards 2 --max_tokens 20000000 --tokenizer {tokenizer}",
+    "books": "--source gutenberg --unwrap --shards 2 --max_tokens 20000000 --tokenizer {tokenizer}",
     "c4": "--source c4 --max_tokens 1 --tokenizer {books}",
 }
 TOKENIZERS = {"20M_cpu": "bpe:4096"}  # of the books; else byte

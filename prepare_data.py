@@ -3,7 +3,7 @@ Text to token shards.
 
     python prepare_data.py --source sotu --tokenizer bpe:2048 --out data/sotu        249 speeches
     python prepare_data.py --source c4 --shards 0-66 --tokenizer gpt2 --out data/c4  10B tokens
-    python prepare_data.py --source gutenberg --shards 0-2 --out data/books          5B, of books
+    python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
     python prepare_data.py --source books/ more.jsonl.gz --out data/mine             your own
     python prepare_data.py --source new/ --tokenizer data/mine --out data/new        its vocabulary
 
@@ -192,6 +192,7 @@ def parse_args(argv):
     # what to read
     sources = "sotu, c4, gutenberg, or local files and folders"
     add("--source", nargs="+", required=True, metavar="S", help=sources)
+    add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), as 0-3,7")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
     # training and validation
@@ -226,15 +227,16 @@ def write_shards(args, sources, encoding, progress):
     writers = {s: ShardWriter(out, s, progress, args.shard_tokens) for s in splits}
     train, max_tokens = writers["train"], args.max_tokens or sys.maxsize
     bar = tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1)
-    for files, val_frac in sources:
-        groups = enumerate(group_documents(labelled_documents(files, val_frac)))
+    for files, val_frac, join_lines in sources:
+        documents = labelled_documents(files, val_frac, join_lines)
+        groups = enumerate(group_documents(documents))
         to_do = ((n, s, texts) for n, (s, texts) in groups if n >= writers[s].next_group)
-        for n, split, documents, tokens in encode_groups(to_do, encoding, args.workers):
+        for n, split, n_documents, tokens in encode_groups(to_do, encoding, args.workers):
             if train.tokens >= max_tokens and n >= train.next_group and val_frac < 1:
                 break
             if split == "train":
                 tokens = tokens[: max_tokens - train.tokens]
-            writers[split].add(n, documents, tokens)
+            writers[split].add(n, n_documents, tokens)
             bar.update(len(tokens))
     bar.close()
     for split, writer in writers.items():

@@ -17,7 +17,7 @@ import data
 import documents
 import prepare_data
 from data import Batches, TokenData, load_tokenizer, read_shard, write_shard
-from documents import is_validation, parse_shards, read_documents, strip_gutenberg
+from documents import is_validation, parse_shards, read_documents, strip_gutenberg, unwrap
 from eval_passkey import PasskeyTask
 
 REAL_C4 = ROOT.parent / "shared" / "data" / "c4" / "c4-sample.00000-of-00001.json.gz"
@@ -213,7 +213,7 @@ def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
     lines = json_lines(tmp_path / "a.jsonl.gz", ["x" * 1000] * 8)
     with gzip.open(lines, "at") as f:
         f.write("damaged, but never reached")
-    assert sum(map(len, prepare_data.training_texts([([lines], 0.0)]))) == 5000
+    assert sum(map(len, prepare_data.training_texts([([lines], 0.0, False)]))) == 5000
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"shards": 3}', '{"shards": [{"name": "x"}]}'])
@@ -385,6 +385,19 @@ GUTENBERG = [
 def test_gutenberg_header_and_footer_are_cut(start, end):
     whole = "The Project Gutenberg EBook\n" + BOOK.format(start, end)
     assert strip_gutenberg(whole) == "Chapter I.\n*** not the end ***\nText."
+
+
+def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path):
+    line = "It is a truth universally acknowledged, that a man in possession"
+    prose = f"CHAPTER I.\n\n{line}\n{line}\nof a good fortune.\n\n{line}\nends."
+    verse = f"  {line}\n  {line}\nRoses are red,\nviolets are blue.\n\n\n{line}"
+    joined = f"CHAPTER I.\n\n{line} {line} of a good fortune.\n\n{line} ends."
+    assert unwrap(prose) == joined
+    assert unwrap(verse) == verse
+    (tmp_path / "book.txt").write_text(prose)
+    flags = ["--source", tmp_path / "book.txt", "--tokenizer", "byte", "--val_frac", 0]
+    tokens = read_all(TokenData(prepare(tmp_path / "data", *flags, "--unwrap"), "train"))
+    assert bytes(tokens[:-1].tolist()).decode() == joined
 
 
 def test_other_text_is_left_alone():
