@@ -88,7 +88,7 @@ def draw_lines(ax, by_label, name, style, spread):
             x = np.array(lengths) * 2 ** (0.07 * (i - (len(by_label) - 1) / 2))
             for r in results:
                 y = [r["lengths"][length][name] for length in lengths]
-                ax.scatter(x, y, s=9, color=colour, alpha=0.35, lw=0)
+                ax.scatter(x, y, s=10, color=colour, alpha=0.5, lw=0)
 
 
 def length_axis(ax, train_len, lengths):
@@ -108,13 +108,20 @@ def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     ax.set_ylabel(f"ratio of {name}" if is_ratio else f"{name} {unit}")
     title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
     ax.set_title(f"{title} ({note})", fontsize=11)
-    low, high = ax.get_ylim()
-    if high > 4 * max(low, 1):
+    if measure == "perplexity":  # a factor is a difference in nats, everywhere the same height
         ax.set_yscale("log")
         ax.set_ylabel(f"{ax.get_ylabel()}, log axis")
-        ax.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
+        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+
+
+def same_span(axes):
+    """The same factor from the bottom to the top of each of these log axes."""
+    limits = np.log([ax.get_ylim() for ax in axes])
+    half = np.ptp(limits, axis=1).max() / 2
+    for ax, middle in zip(axes, limits.mean(axis=1), strict=True):
+        ax.set_ylim(np.exp(middle - half), np.exp(middle + half))
 
 
 def passkey_panel(ax, by_label, name, style, note, spread):
@@ -122,7 +129,8 @@ def passkey_panel(ax, by_label, name, style, note, spread):
     part = part_of_key(next(iter(by_label.values())))
     what = {"accuracy": "Whole passkeys", "token_accuracy": f"Passkey {part}"}[name]
     if what == "Passkey digits":
-        ax.axhline(0.1, color="black", lw=0.8, ls=":")  # guessed
+        ax.axhline(0.1, color="black", lw=0.8, ls=":")
+        ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=8)
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("share that is right (higher is better)")
     ax.set_title(f"{what} ({note})", fontsize=11)
@@ -158,6 +166,9 @@ def figure_length(results, measure="perplexity", ratio=False):
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
             place |= dict(framealpha=1, edgecolor="none")  # the dotted line ends at it
             ax.legend([unique[label] for label in by_label], by_label, **place)
+    n_text = sum(kind != "passkey" and " / " not in kind for kind in kinds)  # the first panels
+    if n_text and measure == "perplexity":
+        same_span(axes[0, :n_text])
     return fig
 
 
