@@ -61,6 +61,21 @@ def test_figures_and_table_come_from_the_json_files(tmp_path, capsys):
         assert image.shape[0] > 300 and image[..., :3].std() > 0.05
 
 
+def test_panels_of_two_corpora_span_the_same_factor(tmp_path):
+    files = []
+    for i, (corpus, pos, value) in enumerate(
+        [("books", "rope", 1), ("books", "fope", 4), ("c4", "rope", 5), ("c4", "fope", 6)]
+    ):
+        path = result_file(tmp_path, "perplexity", pos, i % 2, value)
+        result = json.loads(path.read_text()) | {"data": f"data/{corpus}", "seed": 0}
+        files.append(tmp_path / f"{i}.json")
+        files[-1].write_text(json.dumps(result))
+    books, c4 = plot.figure_length(tables.load_results(files)).axes
+    (low, high), (other_low, other_high) = books.get_ylim(), c4.get_ylim()
+    assert high / low > 4 and abs(high / low - other_high / other_low) < 1e-9
+    assert other_low < 200 and other_high > 240
+
+
 def test_a_gathered_file_is_read_as_its_parts(tmp_path, capsys):
     files = [result_file(tmp_path, "passkey", "rope", seed, 0.5) for seed in range(3)]
     gathered = tmp_path / "gathered.json"
