@@ -108,7 +108,7 @@ def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     ax.set_ylabel(f"ratio of {name}" if is_ratio else f"{name} {unit}")
     title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
     ax.set_title(f"{title} ({note})", fontsize=11)
-    if measure == "perplexity":  # a factor is a difference in nats, everywhere the same height
+    if measure == "perplexity":  # so that equal losses in nats have equal heights
         ax.set_yscale("log")
         ax.set_ylabel(f"{ax.get_ylabel()}, log axis")
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
