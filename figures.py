@@ -111,6 +111,12 @@ SHAPES = (
     *shape("more", "8 heads of 32", "--n_head 8 --head_dim 32"),
     *shape("deeper", "8 layers, width 80", "--n_layer 8 --n_embd 80"),
 )
+DOUBLED = (
+    *plain("fope"),
+    Model("fope_head_dim2", "FoPE, 4 heads of 128", "--pos fope --head_dim 128"),
+    Model("fope_heads2", "FoPE, 8 heads of 64", "--pos fope --n_head 8"),
+    Model("fope_layers2", "FoPE, 8 layers", "--pos fope --n_layer 8"),
+)
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
 DS = [fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}") for n in (2, 4, 8)]
 DS.append(fope("D8_matched", "D = 8K, FoPE's table noise", "n_freq={D8} sigma={D8_sigma}"))
@@ -171,6 +177,9 @@ FIGURES = {
     "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
+    "figure6a_double": Figure(
+        "head_dim, heads or layers doubled", DOUBLED, **BOOKS, ratio=True, tiny_only=True
+    ),
     "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
     "figure6b": Figure(
         "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, ratio=True
@@ -209,7 +218,7 @@ class Setting:
     data: str  # folder of its text, under data/
     amount: int  # validation tokens, or passkeys for each length
     tokens: int | None = None  # to train on; None: the preset's
-    # sequences a step for models that go on; the paper's 1B tokens took 1,900 steps
+    # sequences a step for models that go on; released: 512, 1,900 steps for 1B tokens
     continued_batch: int = 512
 
 
