@@ -160,7 +160,11 @@ def at_rates(models, *rates):
 BOOKS = dict(trained_on="books", corpora=("books", "c4"))
 
 FIGURES = {
-    "rates_text": Figure("other learning rates, text", at_rates(SEVEN, 1e-3, 4e-3), tiny_only=True),
+    "rates_text": Figure(
+        "other learning rates, text",
+        (*at_rates(SEVEN, 1e-3, 4e-3), *at_rates(plain("fire"), 8e-3)[1:]),
+        tiny_only=True,
+    ),
     "rates_passkey": Figure(
         "other learning rates, passkeys",
         at_rates(FOUR, 1e-3, 2e-3, 4e-3),
@@ -168,6 +172,7 @@ FIGURES = {
         tiny_only=True,
     ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
+    "figure1_again": Figure("RoPE and FoPE of figure 1 on another machine", PAIR, BOTH),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
     "figure4_quarter": Figure("the same with a quarter", changed("quarter"), BOTH, share=0.25),
