@@ -119,7 +119,10 @@ DOUBLED = (
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", f"sigma={s}") for s in (0.1, 0.2, 0.4, 0.5)]
 DS = [fope(f"D{n}", f"D = {n}K", f"n_freq={{D{n}}}") for n in (2, 4, 8)]
-DS.append(fope("D8_matched", "D = 8K, FoPE's table noise", "n_freq={D8} sigma={D8_sigma}"))
+DS += [
+    fope(f"D{n}_matched", f"D = {n}K, FoPE's table noise", f"n_freq={{D{n}}} sigma={{D{n}_sigma}}")
+    for n in (2, 4, 8)
+]
 LETTER = "variant=paper sigma"
 EQUATIONS = [fope(f"paper{s}", f"equations, sigma {s}", f"{LETTER}={s}") for s in (0, 0.1, 0.3)]
 ROUNDED = [

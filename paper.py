@@ -74,9 +74,9 @@ def trained_tokens(figure, model, setting, args):
 def model_flags(model, config):
     """
     The flags of a model for train.py, with what depends on its size: {D2}, {D4}, {D8} times the
-    number of frequencies above the floor; {fs_sigma} for the series alone and {D8_sigma}, with
-    which the tables have as much noise as FoPE's (its docstring says how much a weight has, and a
-    table adds up D of them); {len2}, twice the training length.
+    number of frequencies above the floor; {D2_sigma} and so on, and {fs_sigma} for the series
+    alone, with which the tables have as much noise as FoPE's (its docstring says how much a weight
+    has, and a table adds up D of them); {len2}, twice the training length.
     """
     head_dim, n_head = config.head_dim, config.n_head
     n_kept = len(above_floor(rope_freqs(head_dim, config.theta), config.train_len))
@@ -88,7 +88,7 @@ def model_flags(model, config):
     fopes = config.pos_args.get("sigma", 0.3) * table_noise(n_kept, K)
     sizes = {f"D{n}": n * n_kept for n in (2, 4, 8)} | {"len2": 2 * config.train_len}
     sizes["fs_sigma"] = round(fopes / table_noise(head_dim // 2, head_dim // 2), 4)
-    sizes["D8_sigma"] = round(fopes / table_noise(8 * n_kept, K), 4)
+    sizes |= {f"D{n}_sigma": round(fopes / table_noise(n * n_kept, K), 4) for n in (2, 4, 8)}
     return model.flags.format(**sizes)
 
 
