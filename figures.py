@@ -175,7 +175,7 @@ FIGURES = {
         tiny_only=True,
     ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
-    "figure1_again": Figure("RoPE and FoPE of figure 1 on another machine", PAIR, BOTH),
+    "figure1_again": Figure("RoPE and FoPE of figure 1 once more", PAIR, BOTH),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "figure4": Figure("a tenth more training at twice the length: YaRN and FoPE", CONTINUED, BOTH),
     "figure4_quarter": Figure("the same with a quarter", changed("quarter"), BOTH, share=0.25),
