@@ -196,18 +196,19 @@ def tell_of_noise(pos):
 def resumed_model(args, out, metadata, device):
     """(model, state) of the run in out, which must have been started with the same flags."""
     model, saved, state = load_run(out, device)
-    # the first two change rounding alone, the others nothing of the weights
-    may_change = ("grad_accum", "compile", "data", "eval_every", "eval_tokens")
+    # the first two change rounding alone, the next two nothing of the weights; data see below
+    may_change = ("grad_accum", "compile", "eval_every", "eval_tokens", "data", "data_sha256")
+    now = metadata["training"]
     for name, was in saved["training"].items():
-        value = metadata["training"].get(name)
-        if was != value and name not in may_change:
-            raise ValueError(f"{out} was started with --{name} {was}, not {value}: cannot resume")
+        if was != now.get(name) and name not in may_change:
+            what = f"--{name} {was}, not {now.get(name)}"
+            raise ValueError(f"{out} was started with {what}: cannot resume")
     if saved["tokenizer"] != metadata["tokenizer"]:
         was = f"{out} was started with the tokenizer {saved['tokenizer']}"
         raise ValueError(f"{was}, not {metadata['tokenizer']}")
-    if saved["n_windows"] != metadata["n_windows"]:
-        was = f"other data than {out} was started with"
-        raise ValueError(f"{args.data} has {was}: {metadata['n_windows']:,} windows")
+    other_data = saved["training"].get("data_sha256", now["data_sha256"]) != now["data_sha256"]
+    if other_data or saved["n_windows"] != metadata["n_windows"]:
+        raise ValueError(f"{args.data} has other data than {out} was started with")
     return model, state
 
 
@@ -360,11 +361,12 @@ def main(argv=None):
     # what defines the run, and must not differ when it is resumed
     not_recorded = ("out", "resume", "stop_at", "device", "save_every", "log_every")
     not_recorded += ("deterministic",)
+    recorded = {k: v for k, v in vars(args).items() if k not in not_recorded}
     metadata = {
         "data": args.data,
         "n_windows": batches.n_windows,
         "tokenizer": data.tokenizer_id(),
-        "training": {k: v for k, v in vars(args).items() if k not in not_recorded},
+        "training": recorded | {"data_sha256": data.sha256()},
     }
 
     # the model and its optimizer, new or as they were saved

@@ -354,15 +354,18 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, 
 
 
 def test_resume_on_other_data_is_refused(tmp_path):
-    flags = ["--tokenizer", "byte", "--val_frac", "0.2", "--out", str(tmp_path / "data")]
-    for n_documents in (40, 20):
-        shutil.rmtree(tmp_path / "data", ignore_errors=True)
-        text = write_text(tmp_path / f"text{n_documents}", n_documents)
-        prepare_data.main(["--source", str(text), *flags])
-        if n_documents == 40:
-            run_training(tmp_path / "data", tmp_path / "run", "--stop_at", "2")
-    argv = train_argv(tmp_path / "data", tmp_path / "run", "--resume")
-    refuses(train.main, argv, "other data than")
+    flags = ["--tokenizer", "byte", "--val_frac", "0.2", "--out"]
+    same, fewer, changed = (tmp_path / name for name in ("same", "fewer", "changed"))
+    for folder, n_documents in ((same, 40), (fewer, 20), (changed, 40)):
+        text = write_text(tmp_path / f"{folder.name}_text", n_documents)
+        for document in text.iterdir() if folder == changed else ():
+            document.write_text(document.read_text().replace("Document", "document"))
+        prepare_data.main(["--source", str(text), *flags, str(folder)])
+    run_training(same, tmp_path / "run", "--stop_at", "2")
+    for folder in (fewer, changed):
+        argv = train_argv(folder, tmp_path / "run", "--resume")
+        refuses(train.main, argv, f"{folder} has other data than")
+    run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
 
 
 # --- starting from another run
