@@ -228,6 +228,7 @@ class Setting:
     tokens: int | None = None  # to train on; None: the preset's
     # sequences a step for models that go on; released: 512, 1,900 steps for 1B tokens
     continued_batch: int = 512
+    whole: tuple = ()  # corpora that are read to the end, not up to the amount
 
 
 # Text and passkeys have a model each where their presets differ, otherwise one answers for both.
@@ -241,7 +242,7 @@ SETTINGS = {
         "passkey": Setting("tiny_passkey", "bpe", 16, 30_000, 2),
     },
     "20M_cpu": {
-        "text": Setting("20M_cpu", "books", 2**18 + 1, continued_batch=4),
+        "text": Setting("20M_cpu", "books", 2**18 + 1, continued_batch=4, whole=("c4",)),
         "passkey": Setting("20M_cpu", "books", 50, continued_batch=4),
     },
 }

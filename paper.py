@@ -124,7 +124,8 @@ def eval_commands(figure, model, kind, seed, args):
         tags = [script, model.name if model.eval_flags else "", corpus]
         result = run / f"{'_'.join(tag for tag in tags if tag)}.json"
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
-        command += ["--lengths", lengths, amount, setting.amount, *model.eval_flags.split()]
+        command += ["--lengths", lengths, *model.eval_flags.split()]
+        command += [] if corpus in setting.whole else [amount, setting.amount]
         command += ["--data", data_folder(corpus, args)] if corpus else []
         command += ["--seed", seed] if kind == "passkey" else []  # each seed its own prompts
         command += ["--label", model.label] if model.label else []
