@@ -20,7 +20,7 @@ t is index t:
                      learned or drawn
 
 To add one: write a class, and its name into POSITION_EMBEDDINGS, as baselines.py does with the
-paper's other three.
+paper's other baselines.
 """
 
 import math
@@ -231,7 +231,7 @@ class FoPE(RoPE):
         if not 0 <= sigma < math.inf:
             raise ValueError(f"sigma must be a number that is not negative, not {sigma}")
         floor_len = self.train_len if floor is True else floor
-        if not isinstance(floor_len, int):
+        if not isinstance(floor_len, int) or floor_len < 0:
             raise ValueError(f"floor must be true, false or a number of tokens, not {floor}")
         kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
         D = len(kept) if n_freq is None else n_freq
@@ -304,5 +304,5 @@ class FoPE(RoPE):
         self.forget_tables()
 
 
-# baselines.py, which model.py imports, adds kerple, fire and rope_a
+# baselines.py, which model.py imports, adds the others
 POSITION_EMBEDDINGS = {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE}

@@ -54,6 +54,8 @@ def test_defaults_are_the_papers_from_20M_up(preset):
     assert train.plan_steps(args) == 19074 and args.warmup_steps == 10_000
     args = parsed("--preset", preset, "--tokens=100_000_000_000")
     assert train.plan_steps(args) == 190735 and args.warmup_steps == 10_000
+    args = parsed("--preset", preset, "--train_len=2048")  # fewer than 10,000 steps
+    assert train.plan_steps(args) == 4769 and args.warmup_steps == 238
 
 
 def test_tiny_recipes_and_their_models():
@@ -315,7 +317,7 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
         (["--pos_args", "gamma=3"], ("does not take {'gamma': 3}",)),
         (["--pos_args", "gamma"], ("keyword=value",)),
         (["--pos_args", "sigma=0.1", "sigma=0.2"], ("each once",)),
-        (["--pos_args", "floor=False"], ("floor must be true, false or",)),
+        (["--pos_args", "floor=-1"], ("floor must be true, false or",)),
         (["--pos_args", "n_freq=3.5"], ("does not take {'n_freq': 3.5}",)),
         (["--pos_args", "yarn_scale=2"], ("does not take {'yarn_scale': 2}",)),
         # scales need a trained model
@@ -325,7 +327,7 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
         # what does not fit together
         (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
         (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
-        (["--batch_size", "6", "--grad_accum", "4"], ("not divisible",)),
+        (["--batch_size", "6", "--grad_accum", "4"], ("cannot be divided into 4 micro-batches",)),
         (["--passkey_frac", "0.5", "--train_len", "32"], ("does not fit 32",)),
         # what is not there
         (["--device", "meta"], ("--device must be cpu", "not meta")),
