@@ -71,7 +71,10 @@ def main(argv=None):
     # all lengths score the same tokens: whole windows of the longest that fits, evenly spread
     n_tokens = min(len(data), args.max_tokens or len(data))
     lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
-    longest = max((n for n in lengths if n < n_tokens), default=1)
+    too_few = f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window"
+    if n_tokens <= lengths[0]:
+        raise ValueError(f"{too_few} of {lengths[0]:,}")
+    longest = max(n for n in lengths if n < n_tokens)
     n_spread = (n_tokens - 1) // longest
     starts = np.linspace(0, len(data) - 1 - longest, n_spread).astype(int)
     tokens = np.stack([data.read(int(start), longest + 1) for start in starts])
@@ -79,8 +82,7 @@ def main(argv=None):
 
     def evaluate(length):
         if length > longest:
-            few = f"{n_tokens:,} validation tokens to read, too few for one window"
-            raise DoesNotFit(f"{data.folder} has {few}")
+            raise DoesNotFit(too_few)
         n_scored = n_spread * (longest // length * length)
         settings = dict(desc=f"length {length}", unit="tok", unit_scale=True, leave=False)
         with tqdm(total=n_scored, disable=common.rank() > 0, **settings) as bar:

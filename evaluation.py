@@ -6,6 +6,7 @@ the table on the screen, and the json with its provenance.
 import math
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import common
@@ -104,22 +105,13 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
         raise ValueError("no length could be evaluated")
 
     # the result: what was read by which model, from where, and how it did
-    sizes = (
-        "n_layer",
-        "n_head",
-        "head_dim",
-        "n_embd",
-        "vocab_size",
-        "theta",
-        "init_std",
-        "qk_norm",
-    )
+    sizes = asdict(config)
     embedding = ("pos", "pos_args", "rope_scaling", "train_len", "seed")
     result = {
         "kind": kind,
         "label": args.label,
-        **{name: getattr(config, name) for name in embedding},
-        "model": {name: getattr(config, name) for name in sizes},
+        **{name: sizes.pop(name) for name in embedding},
+        "model": sizes,
         "tokenizer": metadata["tokenizer"],
         "training": metadata["training"],
         **common.provenance(next(model.parameters()).device),

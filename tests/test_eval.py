@@ -393,7 +393,7 @@ def test_wilson_interval():
         (["nowhere"], ("there is no file",)),
         (["CHECKPOINT", "--lengths", "128,x"], ("--lengths",)),
         (["CHECKPOINT", "--lengths", "0"], ("--lengths",)),
-        (["CHECKPOINT", "--lengths", "9000000"], ("no length could be evaluated",)),
+        (["CHECKPOINT", "--lengths", "9000000"], ("too few for one window of 9,000,000",)),
         (["CHECKPOINT", "--lengths", "1000000000"], ("--lengths",)),
         (["CHECKPOINT", "--device", "gpu"], ("--device must be cpu", "not gpu")),
         (["CHECKPOINT", "--device", "meta"], ("--device must be cpu", "not meta")),
@@ -404,7 +404,7 @@ def test_wilson_interval():
 )
 def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint, tmp_path):
     if main is eval_passkey.main and "9000000" in argv:
-        argv = ["CHECKPOINT", "--lengths", "9"]
+        argv, words = ["CHECKPOINT", "--lengths", "9"], ["no length could be evaluated"]
     argv = [checkpoint if a == "CHECKPOINT" else a for a in argv]
     refuses(main, [*argv, "--out", tmp_path / "r.json"], *words)
     assert not (tmp_path / "r.json").exists()
