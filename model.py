@@ -79,6 +79,8 @@ def make_pos(config):
         return POSITION_EMBEDDINGS[config.pos](**kwargs, **config.pos_args)
     except TypeError as e:
         what = {**config.pos_args, **(config.rope_scaling or {})}
+        if not what:
+            raise  # a mistake in the class itself
         why = str(e).split("() ")[-1]
         raise ValueError(f"position embedding {config.pos!r} does not take {what}: {why}") from e
 
@@ -183,10 +185,8 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, positions])[..., : self.config.vocab_size]
-        rows, flat = x.flatten(0, 1), targets.flatten()  # (B T, n_embd), (B T,)
-        vocab = self.config.vocab_size, reduction, self.slice_loss
-        loss = linear_cross_entropy(rows, self.head.weight, flat, *vocab)
-        return loss if reduction == "mean" else loss.view_as(targets)
+        settings = self.config.vocab_size, reduction, self.slice_loss
+        return linear_cross_entropy(x, self.head.weight, targets, *settings)
 
     def compile_parts(self):
         """torch.compile by parts: one graph of it all would hold the logits of all positions."""
@@ -239,24 +239,25 @@ def vocab_logits(x, weight, vocab_size):
     return logits
 
 
-def linear_cross_entropy(x, weight, targets, vocab_size, reduction="mean", slice_loss=None):
+def linear_cross_entropy(
+    x, weight, targets, vocab_size, reduction="mean", slice_loss=loss_and_gradient
+):
     """
-    Cross-entropy in nats of targets (N,) under the logits x weight^T, x (N, C), weight (V, C), of
-    whose rows only the first vocab_size are tokens. Its mean, a scalar, or with reduction="none"
-    (N,), fp32. Logits are made for LOGITS_PER_SLICE // V rows at a time. slice_loss: a compiled
-    loss_and_gradient.
+    Cross-entropy in nats of targets (B, T) under the logits x weight^T, x (B, T, C), weight (V, C),
+    of whose rows only the first vocab_size are tokens. Its mean, a scalar, to be trained on, or
+    with reduction="none" (B, T), without gradients; fp32. Logits are made for LOGITS_PER_SLICE // V
+    tokens at a time. slice_loss: loss_and_gradient, or the same compiled.
     """
-    n_rows = max(1, LOGITS_PER_SLICE // len(weight))
-    if torch.is_grad_enabled() and reduction == "mean":
-        settings = vocab_size, n_rows, slice_loss or loss_and_gradient
-        return SlicedCrossEntropy.apply(x, weight, targets, *settings)
+    n_rows, shape = max(1, LOGITS_PER_SLICE // len(weight)), targets.shape
+    x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
+    if reduction == "mean":
+        return SlicedCrossEntropy.apply(x, weight, targets, vocab_size, n_rows, slice_loss)
     losses = []
     for start in range(0, len(x), n_rows):
         rows = slice(start, start + n_rows)
         logits = vocab_logits(x[rows], weight, vocab_size).float()
         losses.append(F.cross_entropy(logits, targets[rows], reduction="none"))
-    loss = torch.cat(losses)
-    return loss.mean() if reduction == "mean" else loss
+    return torch.cat(losses).view(shape)
 
 
 class SlicedCrossEntropy(torch.autograd.Function):

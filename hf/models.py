@@ -53,6 +53,4 @@ class AsGPT(nn.Module):
         weight = self.llama.lm_head.weight
         if targets is None:
             return x[:, positions] @ weight.T
-        flat = x.flatten(0, 1), weight, targets.flatten()
-        loss = linear_cross_entropy(*flat, self.config.vocab_size, reduction)
-        return loss if reduction == "mean" else loss.view_as(targets)
+        return linear_cross_entropy(x, weight, targets, self.config.vocab_size, reduction)
