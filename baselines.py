@@ -189,11 +189,6 @@ class FoPERelative(FoPE):
 # --- changes of trained frequencies
 
 
-def interpolate(freqs, factor):
-    """Position interpolation: reading `factor` times as far, every frequency is divided by it."""
-    return freqs / factor
-
-
 def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, beta_slow=1):
     """
     YaRN ("NTK by parts"): what turns more than beta_fast times in original_len stays, what turns
@@ -212,9 +207,6 @@ def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, bet
     return freqs + ramp * (freqs / factor - freqs)
 
 
-SCALINGS = ("yarn", "interpolate")
-
-
 def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, theta):
     """
     Keywords that let RoPE or FoPE, trained at original_len, read `factor` times as far. The
@@ -224,17 +216,19 @@ def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, the
     model.make_pos calls this with GPTConfig.rope_scaling, which the flags --yarn_scale and
     --pi_scale give to a trained model (common.parse_rope_scaling, checkpoint.with_pos).
 
-    kind: one of SCALINGS. temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper
-    does; the FoPE authors' code leaves that out.
+    kind: "yarn", or "interpolate" for position interpolation, which divides every frequency by the
+    factor. temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE
+    authors' code leaves that out.
     """
-    if kind not in SCALINGS:
-        raise ValueError(f"unknown rope_scaling {kind!r}; known: {', '.join(SCALINGS)}")
-    scale = partial(interpolate, factor=factor)
-    if kind == "yarn":
-        trained = dict(original_len=original_len, head_dim=head_dim, theta=theta)
-        scale = partial(yarn, factor=factor, **trained)
+    trained = dict(original_len=original_len, head_dim=head_dim, theta=theta)
+    scales = {
+        "yarn": partial(yarn, factor=factor, **trained),
+        "interpolate": lambda freqs: freqs / factor,
+    }
+    if kind not in scales:
+        raise ValueError(f"unknown rope_scaling {kind!r}; known: {', '.join(scales)}")
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
-    return {"train_len": original_len, "scale": scale, "qk_factor": qk_factor}
+    return {"train_len": original_len, "scale": scales[kind], "qk_factor": qk_factor}
 
 
 POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA}
