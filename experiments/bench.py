@@ -29,6 +29,7 @@ from eval_perplexity import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT, SIZES, GPTConfig
 from tables import bench_table
+from train import accumulate_gradients
 
 
 class Workload:
@@ -47,9 +48,7 @@ class Workload:
         self.device = device
 
     def step(self):
-        with common.autocast(self.device):
-            loss = self.model(self.batch[:, :-1], self.batch[:, 1:])
-        loss.backward()
+        accumulate_gradients(self.model, self.batch, 1)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -37,27 +37,13 @@ def write_text(folder, encoding, data):
     pieces = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
     lines = [json.dumps({"text": piece.replace("<|endoftext|>", "\n")}) for piece in pieces]
     (folder / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    flags = [
-        "--source",
-        folder / "text.jsonl",
-        "--tokenizer",
-        data.folder,
-        "--out",
-        folder / "data",
-    ]
+    flags = ["--source", folder / "text.jsonl", "--tokenizer", data.folder, f"--out={folder}/data"]
     prepare_data.main([str(flag) for flag in flags])
 
 
 def by_train(run, folder, steps, length):
     flags = ["--data", folder / "data", "--init_from", run, "--pos", "fope", "--train_len", length]
-    flags += [
-        "--batch_size",
-        BATCH_SIZE,
-        "--tokens",
-        steps * BATCH_SIZE * length,
-        "--device",
-        "cpu",
-    ]
+    flags += ["--batch_size", BATCH_SIZE, "--tokens", steps * BATCH_SIZE * length, "--device=cpu"]
     train.main([str(flag) for flag in [*flags, "--out", folder / "ours"]])
     return load_checkpoint(folder / "ours")[0]
 

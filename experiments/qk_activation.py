@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 
 import torch
-from shared import RED, Parser, outputs_of, plt, save
+from shared import RED, Parser, plt, save
 
 from checkpoint import load_checkpoint
 from common import one_sentence_errors, positive_int
@@ -30,8 +30,11 @@ def mean_activation(model, layers, head_dim, shape):
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
-    modules = [module for pair in layers for module in pair]
-    outputs = outputs_of(modules, model.eval(), tokens)
+    outputs = []  # q and k of the first layer, q and k of the second, ...
+    for module in (module for pair in layers for module in pair):
+        module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with torch.no_grad():
+        model.eval()(tokens)
     heads = (x.float().abs().unflatten(-1, (-1, head_dim)) for x in outputs)
     means = torch.stack([x.mean(dim=tuple(range(x.dim() - 1))) for x in heads])
     return means[::2], means[1::2]

@@ -34,21 +34,6 @@ class Parser(ArgumentParser):
         return args
 
 
-@torch.no_grad()
-def outputs_of(modules, model, *args, **kwargs):
-    """What each of the modules inside the model returns while the model is called."""
-    seen = {}
-
-    def keep(module, inputs, output):
-        seen[module] = output
-
-    handles = [module.register_forward_hook(keep) for module in modules]
-    model(*args, **kwargs)
-    for handle in handles:
-        handle.remove()
-    return [seen[module] for module in modules]
-
-
 def save(fig, numbers, out, name):
     """The figure as png, the numbers behind it as json."""
     fig.savefig(out / f"{name}.png", dpi=160)
