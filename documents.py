@@ -60,8 +60,8 @@ def expand(paths):
                 raise ValueError(f"the folder {path} has no file ending in {', '.join(SUFFIXES)}")
             files += found
         elif not path.exists():
-            names = "sotu, c4, gutenberg"
-            raise FileNotFoundError(f"there is no source {path}; known by name: {names}")
+            known = "sotu, c4, gutenberg go by name, each alone and as --source"
+            raise FileNotFoundError(f"there is no source {path}: no such file or folder; {known}")
         elif not path.name.endswith(SUFFIXES):
             raise ValueError(f"{path} is of no known kind; known: {', '.join(SUFFIXES)}")
         else:

@@ -450,6 +450,7 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, w
         (["--source", "EMPTY.txt"], ("no text",)),
         (["--source", "FOLDER"], ("has no file ending in",)),
         (["--source", "nowhere"], ("no source nowhere", "sotu, c4, gutenberg")),
+        (["--source", "c4", "a.txt"], ("no source c4", "each alone")),
         (["--source", "picture.png"], ("known kind",)),
         (["--source", "a.txt", "--tokenizer", "bert"], ("unknown tokenizer", "gpt2, byte, bpe:N")),
         (["--source", "a.txt", "--tokenizer", "bpe:99"], ("258 to 65536",)),
