@@ -1,6 +1,6 @@
 """
 A run on disk: a folder with checkpoint.pt (weights, optimizer, step, and what model it is and what
-it was trained on), config.json (a copy of the latter, for people), log.jsonl and the tokenizer.
+it was trained on), config.json (a copy of the latter), log.jsonl and the tokenizer.
 """
 
 import json

@@ -68,7 +68,7 @@ def add_pos_flags(parser):
     add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as variant=paper sigma=0.4")
     add("--yarn_scale", type=factor, help="read this many times the trained length, by YaRN")
     add("--yarn_temperature", action="store_true", help="as YaRN's paper; FoPE's leaves it out")
-    add("--pi_scale", type=factor, help="the same, but by position interpolation")
+    add("--pi_scale", type=factor, help="as --yarn_scale, by position interpolation")
 
 
 def parse_keywords(flag, pairs):

@@ -56,11 +56,8 @@ def again(init_from, name, label, eval_flags):
     return Model(f"{init_from}_{name}", label, init_from=init_from, eval_flags=eval_flags)
 
 
-FOUR, PAIR, BOTH = (
-    plain("nope", "alibi", "rope", "fope"),
-    plain("rope", "fope"),
-    ("passkey", "text"),
-)
+FOUR, PAIR = plain("nope", "alibi", "rope", "fope"), plain("rope", "fope")
+BOTH = ("passkey", "text")
 SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
 # what the check of learning rates found (rates_text): all others keep the preset's
 FIRE = Model("fire_fast", "FIRE", "--pos fire", "--lr 4e-3")

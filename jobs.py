@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent
 
 
 def n_cores():
-    """The cores that this process may use, which in a container are fewer than there are."""
+    """The cores that this process may use: fewer than there are where an affinity is set."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 

@@ -169,7 +169,7 @@ def jobs_of(figure, args):
 def prepare_data(figure, args):
     """Make the data of what runs on a CPU; of the others' say what is missing."""
     names = {training_data(figure, kind, args) for kind in figure.kinds} | set(figure.corpora)
-    for name in sorted(names - {""}):
+    for name in sorted(names - {""}):  # books before c4, which takes their tokenizer
         folder = data_folder(name, args)
         if (folder / "meta.json").exists():
             continue
@@ -177,13 +177,14 @@ def prepare_data(figure, args):
             how = "python prepare_data.py --help shows how to make it"
             raise ValueError(f"there is no data/{name} yet; {how}")
         tokenizer, books = TOKENIZERS.get(args.size, "byte"), data_folder("books", args)
-        flags = DATA[name].format(tokenizer=tokenizer, books=books).split()
+        words = dict(tokenizer=tokenizer, books=books)
+        flags = [word.format(**words) for word in DATA[name].split()]
         command = [sys.executable, "prepare_data.py", *flags, "--out", str(folder)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise ValueError(f"the data of {name} could not be prepared")
 
 
-def rates(preset, args):
+def speeds(preset, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
     recipe, vocab_sizes = RECIPES[preset], {"tiny": 257, "tiny_passkey": 2048, "20M_cpu": 4096}
     vocab_size, train_len = vocab_sizes.get(preset, 50257), recipe["train_len"]
@@ -220,7 +221,7 @@ def dry_run(name, figure, args):
     left, hours, disk = [job for job in jobs if not job.done()], 0.0, 0
     if args.device == "cpu":
         torch.set_num_threads(max(1, n_cores() // args.at_once))
-    measured = {preset: rates(preset, args) for preset in sorted({job.preset for job in left})}
+    measured = {preset: speeds(preset, args) for preset in sorted({job.preset for job in left})}
     for preset, (train_rate, eval_rate, _) in measured.items():
         print(f"{preset}: {train_rate:,.0f} tokens/s in training, {eval_rate:,.0f} in evaluation")
     for job in left:

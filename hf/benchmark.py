@@ -104,13 +104,14 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
         longest = max((n for n in lengths if n < len(ids)), default=1)
         n_scored = (len(ids) - 1) // longest * longest
 
-        def perplexity(length):
+        def evaluate_text(length):
             if length > longest:
                 raise DoesNotFit(f"{args.text} has only {len(ids):,} tokens")
             loss = float(window_loss(model, ids[: n_scored + 1], length).mean())
-            return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": n_scored}
+            perplexity = math.exp(loss) if loss < 700 else math.inf
+            return {"loss": loss, "perplexity": perplexity, "tokens": n_scored}
 
-        evaluations["perplexity"] = perplexity
+        evaluations["perplexity"] = evaluate_text
     if args.passkeys:
         task = PasskeyTask(SimpleNamespace(encode_ordinary=lambda text: encode(text)["input_ids"]))
         evaluations["passkey"] = partial(passkey_accuracy, model, task, trials=args.passkeys)
