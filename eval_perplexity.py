@@ -27,6 +27,12 @@ from data import TokenData
 from evaluation import DoesNotFit
 
 
+def spread_windows(data, length, n):
+    """n windows of length + 1 tokens, spread evenly over a split of data: (n, length + 1)."""
+    starts = np.linspace(0, len(data) - 1 - length, n).astype(int)
+    return np.stack([data.read(int(start), length + 1) for start in starts])
+
+
 @torch.no_grad()
 def window_loss(model, tokens, length, progress=None):
     """
@@ -68,7 +74,7 @@ def main(argv=None):
         held = f"{data.folder} holds tokens of {data.tokenizer_id()}"
         raise ValueError(f"{trained}, {held}: their losses cannot be compared")
 
-    # all lengths score the same tokens: whole windows of the longest that fits, evenly spread
+    # all lengths score the same tokens: whole windows of the longest that fits
     n_tokens = min(len(data), args.max_tokens or len(data))
     lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
     too_few = f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window"
@@ -76,8 +82,7 @@ def main(argv=None):
         raise ValueError(f"{too_few} of {lengths[0]:,}")
     longest = max(n for n in lengths if n < n_tokens)
     n_spread = (n_tokens - 1) // longest
-    starts = np.linspace(0, len(data) - 1 - longest, n_spread).astype(int)
-    tokens = np.stack([data.read(int(start), longest + 1) for start in starts])
+    tokens = spread_windows(data, longest, n_spread)
     by_position = {}
 
     def evaluate(length):

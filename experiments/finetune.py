@@ -14,7 +14,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from shared import BLUE, GREY, RED, Parser, plt, save, tidy
 
 import hf.finetune
@@ -24,7 +23,7 @@ import train
 from checkpoint import load_checkpoint, load_run, with_pos
 from common import one_sentence_errors
 from data import TokenData, load_tokenizer
-from eval_perplexity import window_loss
+from eval_perplexity import spread_windows, window_loss
 from hf.export import to_fast_tokenizer, to_llama
 from hf.models import AsGPT
 
@@ -70,9 +69,7 @@ def main(argv=None):
 
     # what is read: the same windows of held-out text for all
     lengths = [rope.config.train_len * multiple for multiple in (1, 2, 4, 8, 16)]
-    held_out = TokenData(metadata["data"], "val")
-    starts = np.linspace(0, len(held_out) - 1 - lengths[-1], N_WINDOWS).astype(int)
-    windows = np.stack([held_out.read(int(start), lengths[-1] + 1) for start in starts])
+    windows = spread_windows(TokenData(metadata["data"], "val"), lengths[-1], N_WINDOWS)
 
     # the same start: FoPE as train.py will draw it, in the GPT and in the Llama
     fope = with_pos(rope, pos="fope", pos_args={"cap": False}, train_len=length, seed=0)
