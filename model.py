@@ -244,9 +244,10 @@ def linear_cross_entropy(
 ):
     """
     Cross-entropy in nats of targets (B, T) under the logits x weight^T, x (B, T, C), weight (V, C),
-    of whose rows only the first vocab_size are tokens. Its mean, a scalar, to be trained on, or
-    with reduction="none" (B, T), without gradients; fp32. Logits are made for LOGITS_PER_SLICE // V
-    tokens at a time. slice_loss: loss_and_gradient, or the same compiled.
+    of whose rows only the first vocab_size are tokens; fp32. Its mean, a scalar, to be trained on;
+    or with reduction="none" (B, T), for evaluation: with gradients it would keep all logits. They
+    are made for LOGITS_PER_SLICE // V tokens at a time. slice_loss: loss_and_gradient, or the same
+    compiled.
     """
     n_rows, shape = max(1, LOGITS_PER_SLICE // len(weight)), targets.shape
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)

@@ -106,7 +106,7 @@ def parse_args(argv):
     add("--batch_size", type=positive_int, help="sequences per optimizer step")
     add("--grad_accum", type=positive_int, help="micro-batches of a step, shared by processes")
     add("--lr", type=number(float, 0, 1000), help="peak learning rate")
-    warmup = "5 %% of the steps, from 10B tokens on the paper's 10,000 where there are more"
+    warmup = "5 %% of the steps, but the paper's 10,000 from its 10B tokens in 19,000 steps on"
     add("--warmup_steps", type=number(int, 0, 10**15), help=f"without it {warmup}")
     add("--weight_decay", type=number(float, 0, 1000), default=0.1, help="on every parameter")
     add("--seed", type=seed_int, default=0, help="of the weights and of the data order")
@@ -230,7 +230,7 @@ def plan_steps(args):
     """The number of steps; fills in --warmup_steps."""
     n_steps = math.ceil(args.tokens / (args.batch_size * args.train_len))
     if args.warmup_steps is None:
-        long_run = args.tokens >= 10_000_000_000 and n_steps > 10_000
+        long_run = args.tokens >= 10_000_000_000 and n_steps >= 19_000
         args.warmup_steps = 10_000 if long_run else max(1, n_steps // 20)
     if args.warmup_steps >= max(n_steps, 2):
         fewer = f"must be fewer than the {n_steps:,} steps of the run"
@@ -251,7 +251,7 @@ def micro_batches(args):
     """How many micro-batches of a step this process computes, one after the other."""
     n_micro = -(-args.grad_accum // common.world_size())  # rounded up
     if args.batch_size % (n_micro * common.world_size()):
-        parts = f"{n_micro} micro-batches on {common.world_size()} processes"
+        parts = f"{n_micro * common.world_size()} micro-batches, as --grad_accum or torchrun asks"
         raise ValueError(f"--batch_size {args.batch_size} cannot be divided into {parts}")
     return n_micro
 

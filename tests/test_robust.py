@@ -331,7 +331,7 @@ def test_two_processes_train_and_evaluate_as_one(data_folder, tmp_path):
 def test_what_one_process_refuses_two_refuse(data_folder, tmp_path):
     argv = ["--data", data_folder, "--out", tmp_path / "x", *TRAIN_FLAGS, "--batch_size=3"]
     code, _, stderr = torchrun("train.py", *argv)
-    words = "error: --batch_size 3 cannot be divided into 1 micro-batches on 2 processes"
+    words = "error: --batch_size 3 cannot be divided into 2 micro-batches"
     assert code != 0 and words in stderr
 
 
