@@ -3,7 +3,7 @@ The paper's figures and tables as data: which models, how they are trained, what
 paper.py makes them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tables import NAMES
 
@@ -225,7 +225,7 @@ class Setting:
     tokens: int | None = None  # to train on; None: the preset's
     # sequences a step for models that go on; released: 512, 1,900 steps for 1B tokens
     continued_batch: int = 512
-    whole: tuple = ()  # corpora that are read to the end, not up to the amount
+    amounts: dict = field(default_factory=dict)  # validation tokens of a corpus, if not that many
 
 
 # Text and passkeys have a model each where their presets differ, otherwise one answers for both.
@@ -239,7 +239,7 @@ SETTINGS = {
         "passkey": Setting("tiny_passkey", "bpe", 16, 30_000, 2),
     },
     "20M_cpu": {
-        "text": Setting("20M_cpu", "books", 2**18 + 1, continued_batch=4, whole=("c4",)),
+        "text": Setting("20M_cpu", "books", 2**18 + 1, None, 4, {"c4": 700_000}),
         "passkey": Setting("20M_cpu", "books", 50, continued_batch=4),
     },
 }

@@ -124,8 +124,8 @@ def eval_commands(figure, model, kind, seed, args):
         tags = [script, model.name if model.eval_flags else "", corpus]
         result = run / f"{'_'.join(tag for tag in tags if tag)}.json"
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
-        command += ["--lengths", lengths, *model.eval_flags.split()]
-        command += [] if corpus in setting.whole else [amount, setting.amount]
+        n = setting.amounts.get(corpus, setting.amount)
+        command += ["--lengths", lengths, amount, n, *model.eval_flags.split()]
         command += ["--data", data_folder(corpus, args)] if corpus else []
         command += ["--seed", seed] if kind == "passkey" else []  # each seed its own prompts
         command += ["--label", model.label] if model.label else []
@@ -229,7 +229,9 @@ def dry_run(name, figure, args):
         is_passkey = "eval_passkey.py" in job.commands[-1]
         setting = SETTINGS[args.size]["passkey" if is_passkey else "text"]
         lengths = 31 * RECIPES[job.preset]["train_len"] if is_passkey else 5  # 1 + 2 + .. + 16
-        hours += len(job.results) * setting.amount * lengths / eval_rate / 3600
+        corpora = ("",) if is_passkey else figure.corpora
+        amount = sum(setting.amounts.get(corpus, setting.amount) for corpus in corpora)
+        hours += amount * lengths / eval_rate / 3600
         if job.trains:
             hours += job.tokens / train_rate / 3600
             disk += 12 * params  # weights and two moments in fp32

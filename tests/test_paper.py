@@ -104,6 +104,7 @@ def test_models_of_books_are_read_on_two_corpora(tmp_path):
     assert [path.name for path in rope.results] == ["perplexity_books.json", "perplexity_c4.json"]
     assert all(str(tmp_path / "data" / "books") in map(str, c) for c in rope.commands[:2])
     assert str(tmp_path / "data" / "c4") in map(str, rope.commands[2])
+    assert 2**18 + 1 in rope.commands[1] and 700_000 in rope.commands[2]
     tiny = paper.jobs_of(paper.FIGURES["figure5"], arguments(tmp_path, seeds=1))
     data = {job.name: job.commands[0][2].name for job in tiny}
     assert data["books/rope_s0"] == "books"
