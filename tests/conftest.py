@@ -74,15 +74,8 @@ def data_folder(tmp_path_factory):
 
 
 # 20 steps of 128 tokens of a very small model
-TRAIN_FLAGS = [
-    "--n_layer=2",
-    "--n_head=2",
-    "--head_dim=16",
-    "--n_embd=32",
-    "--train_len=32",
-    "--batch_size=4",
-]
-TRAIN_FLAGS += ["--tokens=2560", "--eval_tokens=512"]
+TRAIN_FLAGS = ["--n_layer=2", "--n_head=2", "--head_dim=16", "--n_embd=32", "--train_len=32"]
+TRAIN_FLAGS += ["--batch_size=4", "--tokens=2560", "--eval_tokens=512"]
 
 
 def run_training(data, out, *flags):

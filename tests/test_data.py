@@ -106,16 +106,7 @@ def test_a_repeated_document_is_in_one_split_only(tmp_path):
 @pytest.mark.parametrize("when", ["before the first shard", "after two shards", "at the end"])
 def test_a_run_that_was_cut_off_continues_to_the_same_bytes(tmp_path, when, monkeypatch):
     text = write_text(tmp_path / "text")
-    argv = [
-        "--source",
-        text,
-        "--tokenizer",
-        "bpe:400",
-        "--val_frac",
-        "0.3",
-        "--shard_tokens",
-        "2000",
-    ]
+    argv = ["--source", text, "--tokenizer=bpe:400", "--val_frac=0.3", "--shard_tokens=2000"]
     whole = prepare(tmp_path / "whole", *argv)
     calls, limit = (
         [],

@@ -286,22 +286,8 @@ def llama_folder(tmp_path):
 
 
 def write_jsonl(path, chats=False):
-    words = [
-        "The",
-        "position",
-        "of",
-        "a",
-        "token",
-        "is",
-        "known",
-        "to",
-        "the",
-        "model",
-        "by",
-        "its",
-        "embedding",
-        "alone",
-    ]
+    sentence = "The position of a token is known to the model by its embedding alone"
+    words = sentence.split()
     rng = random.Random(0)
     with open(path, "w", encoding="utf-8") as f:
         for _ in range(30):
