@@ -44,8 +44,8 @@ PAPER |= dict(passkey_frac=0.0, eval_tokens=65536, save_every=1000)
 TINY = PAPER | dict(train_len=128, tokens=512_000, batch_size=8, grad_accum=1, lr=2e-3)
 TINY |= dict(eval_tokens=8192)
 PASSKEY = dict(passkey_frac=1.0, tokens=1_024_000, batch_size=4, lr=7e-4, eval_tokens=4096)
-# The paper's smallest model and length, as far as two hours go; a step takes seconds, and in two
-# micro-batches 6 % less. init_std as model.py's INIT_STD, for a width of 256.
+# The paper's smallest model and length, as far as two hours go; a step takes seconds, and less in
+# two micro-batches. init_std as model.py's INIT_STD, for a width of 256.
 SMALL = PAPER | dict(tokens=7_000_000, batch_size=8, grad_accum=2, lr=1.5e-3)
 SMALL |= dict(init_std=0.035, save_every=100)
 RECIPES = {size: PAPER for size in SIZES} | {"tiny": TINY, "tiny_passkey": TINY | PASSKEY}
