@@ -95,7 +95,7 @@ def length_axis(ax, train_len, lengths):
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
     ax.minorticks_off()
-    ax.axvline(train_len, color="black", lw=0.8, ls=":")
+    ax.axvline(train_len, color="black", lw=0.8, ls=":", zorder=1)
     ax.set_xlabel("evaluation length (tokens); dotted line: training length")
     ax.grid(alpha=0.25)
 
@@ -129,7 +129,7 @@ def passkey_panel(ax, by_label, name, style, note, spread):
     part = part_of_key(next(iter(by_label.values())))
     what = {"accuracy": "Whole passkeys", "token_accuracy": f"Passkey {part}"}[name]
     if what == "Passkey digits":
-        ax.axhline(0.1, color="black", lw=0.8, ls=":")
+        ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
         ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=8)
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("share that is right (higher is better)")
@@ -164,8 +164,9 @@ def figure_length(results, measure="perplexity", ratio=False):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
-            place |= dict(framealpha=1, edgecolor="none")  # the dotted line ends at it
-            ax.legend([unique[label] for label in by_label], by_label, **place)
+            place |= dict(framealpha=1, edgecolor="none")
+            legend = ax.legend([unique[label] for label in by_label], by_label, **place)
+            legend.set_zorder(1.5)  # the dotted line ends at it, markers at its rim do not
     n_text = sum(kind != "passkey" and " / " not in kind for kind in kinds)  # the first panels
     if n_text and measure == "perplexity":
         same_span(axes[0, :n_text])
