@@ -126,14 +126,12 @@ class RoPEA(RoPE):
     a cycle) gets frequency zero, or rounded up one cycle.
     """
 
-    def __init__(self, *, rounding="nearest", **kwargs):
+    def __init__(self, *, rounding: str = "nearest", **kwargs):
         super().__init__(**kwargs)
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDINGS)}")
+        assert rounding in ROUNDINGS, f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}"
         cycle = 2 * math.pi / self.train_len
         self.freqs = ROUNDINGS[rounding](self.freqs / cycle) * cycle
-        if not self.freqs.any():
-            raise ValueError(f"RoPE-A has no frequency left at train_len {self.train_len}")
+        assert self.freqs.any(), f"RoPE-A has no frequency left at train_len {self.train_len}"
 
 
 # --- FoPE's equations, read otherwise
@@ -207,26 +205,35 @@ def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, bet
     return freqs + ramp * (freqs / factor - freqs)
 
 
-def rope_scaling(kind, factor, original_len, temperature=False, *, head_dim, theta):
+def rope_scaling(
+    *,
+    factor: float,
+    original_len: int,
+    kind: str = "yarn",
+    temperature: bool = False,
+    head_dim,
+    theta,
+):
     """
     Keywords that let RoPE or FoPE, trained at original_len, read `factor` times as far. The
     embedding stays what it was made for, FoPE's floor included, and turns more slowly: train_len
-    is original_len, whatever the model is trained at now.
-
-    model.make_pos calls this with GPTConfig.rope_scaling, which the flags --yarn_scale and
-    --pi_scale give to a trained model (common.parse_rope_scaling, checkpoint.with_pos).
+    is original_len, whatever the model is trained at now. model.make_pos calls this with
+    GPTConfig.rope_scaling.
 
     kind: "yarn", or "interpolate" for position interpolation, which divides every frequency by the
     factor. temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE
     authors' code leaves that out.
     """
-    trained = dict(original_len=original_len, head_dim=head_dim, theta=theta)
     scales = {
-        "yarn": partial(yarn, factor=factor, **trained),
+        "yarn": partial(
+            yarn, factor=factor, original_len=original_len, head_dim=head_dim, theta=theta
+        ),
         "interpolate": lambda freqs: freqs / factor,
     }
-    if kind not in scales:
-        raise ValueError(f"unknown rope_scaling {kind!r}; known: {', '.join(scales)}")
+    assert kind in scales, f"kind {kind!r} is none of {', '.join(scales)}"
+    assert not temperature or kind == "yarn", "temperature goes with kind=yarn"
+    assert factor >= 1, f"factor must be at least 1, not {factor}"
+    assert original_len >= 1, f"original_len must be at least 1, not {original_len}"
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
     return {"train_len": original_len, "scale": scales[kind], "qk_factor": qk_factor}
 

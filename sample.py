@@ -10,14 +10,14 @@ import torch
 
 import common
 from checkpoint import load_run
-from common import number, positive_int, seed_int
+from common import Refused, number, positive_int, seed_int
 from data import load_tokenizer
 
 
 def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("checkpoint", help="the --out folder of a training run")
+    add("run", help="the --out folder of a training run")
     add("--prompt", default="\n", help="the text to go on with")
     add("--max_new_tokens", type=positive_int, default=200)
     add("--temperature", type=number(float, 0, 100), default=0.8, help="0: the likeliest token")
@@ -26,10 +26,10 @@ def main(argv=None):
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
     device = common.init_distributed(args.device)
-    model, metadata, _ = load_run(args.checkpoint, device)
-    encoding = load_tokenizer(metadata["tokenizer"], args.checkpoint)
+    model, _, _ = load_run(args.run, device)
+    encoding = load_tokenizer(model.config.tokenizer, args.run)
     if not (prompt := encoding.encode_ordinary(args.prompt)):
-        raise ValueError("--prompt is empty: there is nothing to go on with")
+        raise Refused("--prompt is empty: there is nothing to go on with")
 
     # a token may end within a character, so bytes are decoded as they come
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
