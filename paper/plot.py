@@ -1,9 +1,9 @@
 """
 Results to figures and Markdown tables.
 
-    python plot.py results/figure1.json                               results/figure1.png, its table
-    python plot.py runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
-    python plot.py --tables README.md results/README.md docs/index.html     their tables, anew
+    python -m paper.plot results/figure1.json                         results/figure1.png, its table
+    python -m paper.plot runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
+    python -m paper.plot --tables README.md results/README.md docs/index.html   their tables, anew
 
 Seeds of one label are drawn as their mean, with the standard deviation or each as a dot around it.
 """
@@ -16,18 +16,27 @@ import matplotlib
 import matplotlib.ticker
 import numpy as np
 
-from common import ArgumentParser, one_sentence_errors, write_atomically
-from tables import (
-    MEASURES,
+from common import (
+    ROOT,
+    ArgumentParser,
+    Refused,
+    file_errors,
+    make_folder,
+    one_sentence_errors,
+    write_atomically,
+)
+from paper.results import (
     NAMES,
+    TASK_MEASURES,
     common_lengths,
-    fill_tables,
+    is_task,
     load_results,
-    markdown_table,
-    part_of_key,
+    part_of_answer,
     seed_stats,
+    train_len_of,
     unit_of,
 )
+from paper.tables import fill_tables, markdown_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -124,11 +133,11 @@ def same_span(axes):
         ax.set_ylim(np.exp(middle - half), np.exp(middle + half))
 
 
-def passkey_panel(ax, by_label, name, style, note, spread):
+def task_panel(ax, by_label, task, name, style, note, spread):
     draw_lines(ax, by_label, name, style, spread)
-    part = part_of_key(next(iter(by_label.values())))
-    what = {"accuracy": "Whole passkeys", "token_accuracy": f"Passkey {part}"}[name]
-    if what == "Passkey digits":
+    part = part_of_answer(next(iter(by_label.values())))
+    what = f"Whole {task}s" if name == "accuracy" else f"{task.capitalize()} {part}"
+    if name == "token_accuracy" and part == "digits":
         ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
         ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=8)
     ax.set_ylim(-0.03, 1.03)
@@ -142,7 +151,7 @@ def figure_length(results, measure="perplexity", ratio=False):
     perplexities on two corpora, too, as its figures 6a and 6b.
     """
     kinds = [kind for kind in results if results[kind] and (ratio or " / " not in kind)]
-    panels = [(k, n) for k in kinds for n in (MEASURES[k] if k == "passkey" else (measure,))]
+    panels = [(k, n) for k in kinds for n in (TASK_MEASURES if is_task(k) else (measure,))]
     style = styles(list(dict.fromkeys(label for kind in kinds for label in results[kind])))
     beside = len(style) > FEW
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
@@ -151,14 +160,14 @@ def figure_length(results, measure="perplexity", ratio=False):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
         note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
-        spread = "" if beside else "dots" if kind == "passkey" else "band"
+        spread = "" if beside else "dots" if is_task(kind) else "band"
         note += {"band": ", band: std", "dots": ", dots: each"}.get(spread * (seeds > 1), "")
-        if kind == "passkey":
-            passkey_panel(ax, by_label, name, style, note, spread)
+        if is_task(kind):
+            task_panel(ax, by_label, kind, name, style, note, spread)
         else:
             perplexity_panel(ax, by_label, name, kind, style, note, spread)
         every = [r for rs in by_label.values() for r in rs]
-        length_axis(ax, every[0]["train_len"], sorted({n for r in every for n in r["lengths"]}))
+        length_axis(ax, train_len_of(every), sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
         if ax is axes[0, -beside] or list(by_label) != list(results[kinds[0]]):
             handles, labels = ax.get_legend_handles_labels()
@@ -167,14 +176,14 @@ def figure_length(results, measure="perplexity", ratio=False):
             place |= dict(framealpha=1, edgecolor="none")
             legend = ax.legend([unique[label] for label in by_label], by_label, **place)
             legend.set_zorder(1.5)  # the dotted line ends at it, markers at its rim do not
-    n_text = sum(kind != "passkey" and " / " not in kind for kind in kinds)  # the first panels
+    n_text = sum(not is_task(kind) and " / " not in kind for kind in kinds)  # the first panels
     if n_text and measure == "perplexity":
         same_span(axes[0, :n_text])
     return fig
 
 
 def figure_depth(by_label):
-    """Passkey accuracy by the depth of the key and the length of the prompt: heat maps."""
+    """A task's accuracy by the depth of the needle and the length of the prompt: heat maps."""
     size = (2.6 * len(by_label) + 0.8, 3.4)
     layout = dict(figsize=size, sharey=True, squeeze=False, layout="constrained")
     fig, axes = plt.subplots(1, len(by_label), **layout)
@@ -200,13 +209,14 @@ def figure_depth(by_label):
 
 
 def draw(results, out, measure="perplexity", depth=False, ratio=False):
-    """OUT.png, and with depth OUT_depth.png of the passkeys. Returns their paths."""
+    """OUT.png, and with depth OUT_depth.png of a task. Returns their paths."""
     figures = {out: figure_length(results, measure, ratio)}
-    if depth and results["passkey"]:
-        figures[f"{out}_depth"] = figure_depth(results["passkey"])
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
+        figures[f"{out}_depth"] = figure_depth(tasks[0])
+    make_folder(Path(out).parent)
     for name, fig in figures.items():
-        fig.savefig(f"{name}.png", dpi=160)
+        with file_errors():
+            fig.savefig(f"{name}.png", dpi=160)
         plt.close(fig)
     return [f"{name}.png" for name in figures]
 
@@ -222,7 +232,9 @@ def main(argv=None):
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
-        text = fill_tables(path.read_text(encoding="utf-8"), Path(__file__).parent / "results")
+        with file_errors():
+            text = path.read_text(encoding="utf-8")
+        text = fill_tables(text, ROOT / "results")
         write_atomically(path, lambda f, text=text: f.write(text.encode()))
     if args.results:
         results = load_results(args.results)
@@ -232,7 +244,7 @@ def main(argv=None):
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)
     elif not args.tables:
-        raise ValueError("there is nothing to draw: give json files, or --tables")
+        raise Refused("there is nothing to draw: give json files, or --tables")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,295 @@
+"""
+The paper's figures and tables, which paper/figures.py lists: train, evaluate, draw.
+
+    python -m paper --list
+    python -m paper figure1                                    tiny models on a CPU, one seed
+    python -m paper figure1 --seeds 5 --passkey_seeds 10       with intervals
+    python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
+    python -m paper figure1 --size 60M --dry-run               what it will take
+    python -m paper --primary --results results                what carries the report's claims
+
+Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
+what was cut off is resumed; Ctrl-C saves all that runs. Models of the sizes tiny and 20M_cpu run
+side by side on the CPU, one a core, whatever --device says. At tiny size text and passkeys have a
+model each (the presets tiny and tiny_passkey of train.py); from 20M on both are asked of one model,
+as in the paper.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import common
+from common import ROOT, Refused, number, positive_int
+from data import vocab_size_of
+from evaluation import window_loss
+from model import GPT
+from paper import plot, tables
+from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, TINY
+from paper.jobs import Job, n_cores, run_jobs
+from paper.results import compare, load_results
+from recipe import RECIPES, flag_words, parse_lengths
+from train import accumulate_gradients, make_optimizer
+
+# --- from a figure to jobs
+
+
+def recipe_of(kind, args):
+    """What the models of this kind, text or a task, change."""
+    recipe = SIZES[args.size].recipe(kind)
+    return replace(recipe, tokens=args.tokens) if args.tokens else recipe
+
+
+def data_of(figure, kind, args):
+    """The name of the data folder that models of this kind are trained on."""
+    is_text = kind == "text" or SIZES[args.size].one_for_both
+    return (is_text and figure.trained_on) or Path(recipe_of(kind, args).data).name
+
+
+def data_folder(name, args):
+    return (args.out if args.size in ON_CPU else ROOT) / "data" / name
+
+
+def run_folder(figure, kind, name, seed, args):
+    data, usual = data_of(figure, kind, args), Path(recipe_of(kind, args).data).name
+    folder = "text" if SIZES[args.size].one_for_both else kind
+    return args.out / (folder if data == usual else data) / f"{name}_s{seed}"
+
+
+def changes_of(figure, model, kind, seed, args):
+    """All that a model changes of its preset, or of the run it goes on from; its recipe."""
+    base = recipe_of(kind, args)
+    preset = RECIPES[base.preset]
+    changes = {k: v for k, v in vars(base).items() if v != getattr(preset, k)}
+    changes |= model.changes_to(base) | dict(seed=seed)
+    changes["data"] = str(data_folder(data_of(figure, kind, args), args))
+    if not model.init_from or model.evaluated_again:
+        return changes, base.changed(**changes)
+    changes |= dict(
+        init_from=str(run_folder(figure, kind, model.init_from, seed, args)),
+        train_len=2 * base.train_len,
+        lengths=",".join(map(str, parse_lengths(base.lengths, base.train_len))),
+        batch_size=SIZES[args.size].continued_batch,
+        tokens=int(base.tokens * figure.share),
+    )
+    start = next(m for m in figure.models if m.name == model.init_from)
+    _, start = changes_of(figure, start, kind, seed, args)
+    return changes, start.going_on(**changes)
+
+
+def train_command(changes, preset, run, args):
+    command = ["train.py", "--out", run, "--resume", "--device", args.device]
+    command += [] if "init_from" in changes else ["--preset", preset]
+    command += [word for name, value in changes.items() for word in flag_words(name, value)]
+    return command + ["--compile"] * (args.device != "cpu")
+
+
+def eval_commands(figure, model, kind, run, args):
+    """{the result: words of the command that writes it}: on each corpus of the figure."""
+    script, commands, changes = "passkey", {}, []
+    if kind == "text":
+        script = "perplexity"
+    if model.evaluated_again:
+        changes = [word for item in model.changes.items() for word in flag_words(*item)]
+    for corpus in figure.corpora if kind == "text" else ("",):
+        tags = ["perplexity" if kind == "text" else kind]
+        tags += [model.name] * model.evaluated_again + [corpus] * bool(corpus)
+        result = run / f"{'_'.join(tags)}.json"
+        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device, *changes]
+        command += ["--data", data_folder(corpus, args)] if corpus else []
+        if corpus in SIZES[args.size].read_tokens:
+            command += ["--max_tokens", SIZES[args.size].read_tokens[corpus]]
+        command += ["--task", kind] if kind not in ("text", "passkey") else []
+        command += ["--label", model.label] if model.label else []
+        commands[result] = command
+    return commands
+
+
+def job_of(figure, model, kind, seed, args):
+    changes, recipe = changes_of(figure, model, kind, seed, args)
+    run, needs = run_folder(figure, kind, model.name, seed, args), ""
+    name, trains, read = str(run.relative_to(args.out)), not model.evaluated_again, run
+    if model.init_from:
+        start = run_folder(figure, kind, model.init_from, seed, args)
+        needs, read = str(start.relative_to(args.out)), run if trains else start
+    if kind != "text" and SIZES[args.size].one_for_both:  # the text model is evaluated once more
+        name, needs, trains = f"{name} {kind}", name, False
+    commands = [train_command(changes, recipe.preset, run, args)] if trains else []
+    evaluations = eval_commands(figure, model, kind, read, args)
+    commands += evaluations.values()
+    return Job(name, recipe, commands, list(evaluations), needs, trains, model.shown)
+
+
+def jobs_of(figure, args):
+    passkey_seeds = args.passkey_seeds or args.seeds
+    seeds = {kind: args.seeds if kind == "text" else passkey_seeds for kind in figure.kinds}
+    return [
+        job_of(figure, model, kind, seed, args)
+        for seed in range(max(seeds.values()))
+        for kind in figure.kinds
+        for model in figure.models
+        if seed < seeds[kind]
+    ]
+
+
+# --- the command
+
+
+def prepare_data(figure, args):
+    """Make the data of what runs on a CPU; of the others' say what is missing."""
+    trained_on = {data_of(figure, kind, args): kind for kind in figure.kinds}
+    for name in sorted({*trained_on, *figure.corpora} - {""}):  # books before c4
+        folder = data_folder(name, args)
+        if (folder / "meta.json").exists():
+            continue
+        if args.size not in ON_CPU:
+            how = "python prepare_data.py --help shows how to make it"
+            raise Refused(f"there is no data/{name} yet; {how}")
+        tokenizer = data_folder("books", args)  # that of the models which read it
+        if name in trained_on:
+            tokenizer = recipe_of(trained_on[name], args).tokenizer
+        words = [*DATA[name].split(), "--tokenizer", tokenizer, "--out", folder]
+        command = [sys.executable, "prepare_data.py", *map(str, words)]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise Refused(f"the data of {name} could not be prepared")
+
+
+def speeds(recipe, args):
+    """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
+    recipe = replace(recipe, vocab_size=vocab_size_of(recipe.tokenizer))
+    device = common.init_distributed(args.device)
+    model = GPT(recipe).to(device)
+    optimizer = make_optimizer(model, recipe)
+    micro_batch = recipe.batch_size // recipe.grad_accum
+    if args.device == "cpu":
+        micro_batch = min(micro_batch, 8)  # more would take minutes
+    else:
+        model.compile_parts()
+    shape = micro_batch, recipe.train_len + 1
+    batch = torch.randint(recipe.vocab_size, shape).to(args.device)
+    text = torch.randint(recipe.vocab_size, (16 * recipe.train_len + 1,)).numpy()
+
+    def seconds(call):
+        start = time.time()
+        call()
+        return time.time() - start
+
+    def step():
+        loss = accumulate_gradients(model, batch, 1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # waits for the device
+
+    train_rate = micro_batch * recipe.train_len / min([seconds(step) for _ in range(4)][1:])
+    read = seconds(lambda: window_loss(model, text, 4 * recipe.train_len))
+    return train_rate, 16 * recipe.train_len / read, sum(p.numel() for p in model.parameters())
+
+
+def dry_run(name, figure, args):
+    """Say what is left to do, what it will take, and how long."""
+    jobs = jobs_of(figure, args)
+    left, hours, disk = [job for job in jobs if not job.done()], 0.0, 0
+    if args.device == "cpu":
+        torch.set_num_threads(max(1, n_cores() // args.at_once))
+    recipes = {recipe.preset: recipe for recipe in (recipe_of(k, args) for k in figure.kinds)}
+    measured = {preset: speeds(recipe, args) for preset, recipe in recipes.items() if left}
+    for preset, (train_rate, eval_rate, _) in measured.items():
+        print(f"{preset}: {train_rate:,.0f} tokens/s in training, {eval_rate:,.0f} in evaluation")
+    for job in left:
+        recipe = job.recipe
+        train_rate, eval_rate, params = measured[recipe.preset]
+        lengths = parse_lengths(recipe.lengths, recipe.train_len)
+        if "eval_passkey.py" in job.commands[-1]:
+            read = recipe.trials * sum(lengths)
+        else:
+            more = SIZES[args.size].read_tokens
+            corpora = [more.get(corpus, recipe.read_tokens) for corpus in figure.corpora]
+            read = len(lengths) * sum(corpora)
+        hours += read / eval_rate / 3600
+        if job.trains:
+            hours += recipe.tokens / train_rate / 3600
+            disk += 12 * params  # weights and two moments in fp32
+    trained = [job for job in left if job.trains]
+    tokens = sum(job.recipe.tokens for job in trained)
+    models = f"{len(trained)} models of {tokens:,} tokens"
+    print(f"{name}: {len(left)} of {len(jobs)} jobs to do; {models}")
+    print(f"in all, {disk / 1e9:.2f} GB of disk, {hours / args.at_once:.2g} hours on this machine")
+
+
+def stop_on_signals():
+    """SIGTERM, and the SIGHUP of a lost connection unless it is ignored (nohup), as Ctrl-C."""
+    for s in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(s) is signal.SIG_DFL:
+            signal.signal(s, signal.default_int_handler)
+
+
+def main(argv=None):
+    parser = common.ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("figure", nargs="?", choices=FIGURES, metavar="FIGURE", help="a name that --list shows")
+    add("--list", action="store_true", help="the figures and tables")
+    add("--size", choices=SIZES, default="tiny", help="of the models")
+    add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
+    add("--seeds", type=number(int, 1, 99), default=1, help="models of each kind")
+    add("--passkey_seeds", type=number(int, 1, 99), help="passkey models, if not as many")
+    add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
+    add("--results", type=Path, help="folder of the figure and its json, if not --out")
+    add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
+    common.add_device_flag(parser)
+    add("--primary", action="store_true", help="compare what was named beforehand, in --results")
+    args = parser.parse_args(argv)
+    if args.primary:
+        folder = args.results or ROOT / "results"
+        rows = compare(PRIMARY, folder)
+        common.write_json(folder / "primary.json", rows)
+        print(tables.primary_table(rows))
+        return
+    if args.list or not args.figure:
+        for name, figure in FIGURES.items():
+            print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
+        return
+    name, figure = args.figure, FIGURES[args.figure]
+    if figure.tiny_only and args.size not in TINY:
+        raise Refused(f"{name} is made for tiny models: it goes with --size tiny alone")
+    if args.size in ON_CPU:
+        args.device = "cpu"  # one model a core there beats one at a time on a GPU
+    n_tokens = f"_{args.tokens}" if args.tokens else ""
+    args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
+    args.at_once = n_cores() if args.size in ON_CPU else 1
+    if args.dry_run:
+        dry_run(name, figure, args)
+        return
+
+    # the data, then the models
+    start = time.time()
+    stop_on_signals()
+    try:
+        prepare_data(figure, args)
+        jobs = jobs_of(figure, args)
+        run_jobs(jobs, args)
+    except KeyboardInterrupt:
+        print("stopped, all that ran is saved; the same command continues", file=sys.stderr)
+        sys.exit(130)
+
+    # one file of results, the figure, the table
+    suffix = "" if args.size in TINY else f"_{args.size}"
+    gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
+    result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
+    common.write_json(result, gathered)
+    if name.startswith("rates"):  # a table alone
+        print(tables.rates_table(gathered))
+        return
+    results = load_results([result])
+    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, figure.ratio)
+    print(tables.markdown_table(results, figure.measure))
+    minutes, seconds = divmod(round(time.time() - start), 60)
+    print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")
+
+
+if __name__ == "__main__":
+    common.one_sentence_errors(main)()

@@ -1,0 +1,315 @@
+"""
+The paper's figures and tables as data: each a list of models, each model a list of changes to a
+recipe. paper/__main__.py makes them.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from fope import above_floor, rope_freqs
+from paper.results import NAMES
+from recipe import RECIPES
+
+# --- what a figure is
+
+
+@dataclass
+class Model:
+    """One line of a figure: a model that is trained, or one that is evaluated once more."""
+
+    name: str  # of its folder, which ends in _sSEED
+    changes: dict  # to the recipe; a value may be a function of the recipe
+    label: str | None = None  # in figures; None: its embedding's name
+    init_from: str = ""  # the model that it goes on from, at twice the length
+    evaluated_again: bool = False  # nothing is trained: init_from is read with the changes
+    shown: bool = True  # false: it is only there for others to start from
+
+    def changes_to(self, recipe):
+        """The changes, with the values that depend on a recipe."""
+        return of_recipe(self.changes, recipe)
+
+
+def of_recipe(value, recipe):
+    if isinstance(value, dict):
+        return {name: of_recipe(v, recipe) for name, v in value.items()}
+    return value(recipe) if callable(value) else value
+
+
+@dataclass
+class Figure:
+    title: str
+    models: tuple
+    kinds: tuple = ("text",)  # of models, text or a task: what takes longest first
+    measure: str = "perplexity"
+    trained_on: str = ""  # a data folder, if not that of the recipe
+    corpora: tuple = ("",)  # data folders that are read; "": the one trained on
+    share: float = 0.1  # of the tokens, for models that go on from others
+    depth: bool = False  # draw tasks by depth, too
+    ratio: bool = False  # and the ratio of the perplexities on the two corpora
+    tiny_only: bool = False  # its changes are for the tiny size
+
+
+@dataclass
+class Size:
+    """The recipes that the models of one size change."""
+
+    text: str  # of models that are read for perplexity
+    task: str  # of models that are asked a task; the same: one model answers for both
+    continued_batch: int  # sequences a step of models that go on; the authors' 1B took 1,900 steps
+    read_tokens: dict = field(default_factory=dict)  # of a corpus, if not the recipe's
+
+    @property
+    def one_for_both(self):
+        return self.text == self.task
+
+    def recipe(self, kind):
+        if kind == "text" or self.one_for_both:
+            return RECIPES[self.text]
+        return replace(RECIPES[self.task], task=kind)
+
+
+SIZES = {
+    "tiny": Size("tiny", "tiny_passkey", 2),
+    "quick": Size("quick", "quick_passkey", 2),
+    "20M_cpu": Size("20M_cpu", "20M_cpu", 4, {"c4": 700_000}),
+    **{name: Size(name, name, 512) for name in ("20M", "60M", "180M", "1.2B")},
+}
+TINY = ("tiny", "quick")
+ON_CPU = (*TINY, "20M_cpu")  # one model a core; their data is made under runs_out
+
+# Flags of prepare_data.py for the sizes ON_CPU, beside the tokenizer; data of the others takes
+# hours and a disk.
+DATA = {
+    "bytes": "--source sotu",
+    "bpe": "--source sotu",
+    "books": "--source gutenberg --unwrap --shards 2 --max_tokens 20000000",
+    "c4": "--source c4 --max_tokens 1",
+}
+
+# --- numbers that depend on the recipe
+
+
+def n_kept(recipe):
+    """How many frequencies lie above FoPE's floor."""
+    return len(above_floor(rope_freqs(recipe.head_dim, recipe.theta), recipe.train_len))
+
+
+def table_noise(recipe, D, K):
+    """
+    The noise in FoPE's tables for sigma 1: sqrt(D) times that of a weight, which FoPE's docstring
+    has, since an entry of the table adds up D of them.
+    """
+    return math.sqrt(D / (K * (D + recipe.n_head)))
+
+
+def sigma_matched(recipe, D, K):
+    """The sigma with which D frequencies and K series have as much noise in the tables as FoPE."""
+    plain_K = min(n_kept(recipe), recipe.head_dim // 4)
+    plain = recipe.pos_args.get("sigma", 0.3) * table_noise(recipe, n_kept(recipe), plain_K)
+    return round(plain / table_noise(recipe, D, K), 4)
+
+
+def fs_sigma(recipe):
+    """That of the series alone, which keeps all frequencies."""
+    return sigma_matched(recipe, recipe.head_dim // 2, recipe.head_dim // 2)
+
+
+def times(n):
+    """n times the number of frequencies above the floor."""
+    return lambda recipe: n * n_kept(recipe)
+
+
+def sigma_at(n):
+    """That of a series over so many frequencies."""
+    return lambda recipe: sigma_matched(
+        recipe, n * n_kept(recipe), min(n_kept(recipe), recipe.head_dim // 4)
+    )
+
+
+def twice_the_length(recipe):
+    return 2 * recipe.train_len
+
+
+def fire_lr(recipe):
+    """What the check of learning rates found (rates_text): all others keep the preset's."""
+    return 4e-3 if recipe.preset in TINY else recipe.lr
+
+
+# --- the models
+
+
+def plain(*names, **kwargs):
+    return tuple(Model(name, dict(pos=name), **kwargs) for name in names)
+
+
+def fope(name, label, **pos_args):
+    return Model(f"fope_{name}", dict(pos="fope", pos_args=pos_args), f"FoPE, {label}")
+
+
+def shape(name, label, **changes):
+    """RoPE and FoPE in another shape of model."""
+    pair = (("rope", "RoPE"), ("fope", "FoPE"))
+    return [Model(f"{pos}_{name}", dict(pos=pos, **changes), f"{p}, {label}") for pos, p in pair]
+
+
+def goes_on(init_from, name, label, **changes):
+    return Model(f"{init_from}_{name}", changes, label, init_from)
+
+
+def again(init_from, name, label, **scaling):
+    changes = dict(rope_scaling=scaling)
+    return Model(f"{init_from}_{name}", changes, label, init_from, evaluated_again=True)
+
+
+def with_changes(models, suffix, label="{}", **changes):
+    """The same models with another folder, label and further changes."""
+    return tuple(
+        replace(
+            m,
+            name=f"{m.name}_{suffix}",
+            label=label.format(m.label or NAMES[m.name]),
+            changes={**m.changes, **changes},
+        )
+        for m in models
+    )
+
+
+FOUR, PAIR = plain("nope", "alibi", "rope", "fope"), plain("rope", "fope")
+BOTH = ("passkey", "text")
+SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
+FIRE = Model("fire_fast", dict(pos="fire", lr=fire_lr), "FIRE")
+CF, FS = fope("cf", "CF alone", sigma=0), fope("fs", "FS alone", floor=False)
+FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", floor=False, sigma=fs_sigma)
+
+YARN16, YARN4 = dict(kind="yarn", factor=16), dict(kind="yarn", factor=4)
+WARM16 = YARN16 | dict(temperature=True)
+STARTS = plain("rope", "fope", shown=False)
+CONTINUED = (
+    goes_on("rope", "rope", "RoPE to RoPE"),
+    goes_on("rope", "yarn16", "RoPE to RoPE + YaRN x16", rope_scaling=YARN16),
+    goes_on("rope", "warm16", "RoPE to RoPE + YaRN x16, temperature", rope_scaling=WARM16),
+    goes_on("rope", "yarn4", "RoPE to RoPE + YaRN x4", rope_scaling=YARN4),
+    goes_on("rope", "fope", "RoPE to FoPE", pos="fope"),
+    goes_on("fope", "fope", "FoPE to FoPE"),
+    goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
+    goes_on("fope", "yarn4", "FoPE to FoPE + YaRN x4", rope_scaling=YARN4),
+    goes_on(
+        "fope",
+        "floor2",
+        "FoPE to FoPE + YaRN x16, floor of 2x",
+        rope_scaling=YARN16,
+        pos_args=dict(floor=twice_the_length),
+    ),
+)
+UNTRAINED = (
+    *PAIR,
+    again("rope", "yarn4", "RoPE, YaRN x4", **YARN4),
+    again("rope", "yarn16", "RoPE, YaRN x16", **YARN16),
+    again("rope", "warm", "RoPE, YaRN x4, temperature", **YARN4, temperature=True),
+    again("rope", "pi4", "RoPE, interpolation x4", kind="interpolate", factor=4),
+    again("fope", "yarn4", "FoPE, YaRN x4", **YARN4),
+    again("fope", "yarn16", "FoPE, YaRN x16", **YARN16),
+)
+SHAPES = (
+    *PAIR,
+    *shape("wider", "2 heads of 128", n_head=2, head_dim=128),
+    *shape("more", "8 heads of 32", n_head=8, head_dim=32),
+    *shape("deeper", "8 layers, width 80", n_layer=8, n_embd=80),
+)
+DOUBLED = (
+    *plain("fope"),
+    Model("fope_head_dim2", dict(pos="fope", head_dim=128), "FoPE, 4 heads of 128"),
+    Model("fope_heads2", dict(pos="fope", n_head=8), "FoPE, 8 heads of 64"),
+    Model("fope_layers2", dict(pos="fope", n_layer=8), "FoPE, 8 layers"),
+)
+SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
+DS = [fope(f"D{n}", f"D = {n}K", n_freq=times(n)) for n in (2, 4, 8)]
+DS += [
+    fope(f"D{n}_matched", f"D = {n}K, FoPE's table noise", n_freq=times(n), sigma=sigma_at(n))
+    for n in (2, 4, 8)
+]
+EQUATIONS = [
+    fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
+]
+ROUNDED = [
+    Model(f"rope_a_{r}", dict(pos="rope_a", pos_args=dict(rounding=r)), f"RoPE-A, rounded {r}")
+    for r in ("up", "down")
+]
+TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
+TABLE2 += with_changes(TABLE2, "qk", "{} + QK-norm", qk_norm=True)
+# a product of two series holds the noise twice, the series on the score once: sqrt(2) * 0.3
+ON_THE_SCORE = dict(pos="fope_relative", pos_args=dict(sigma=0.4243))
+READINGS = (
+    *PAIR,
+    Model("fope_shared", dict(pos="fope_shared"), "FoPE, one draw for cos and sin"),
+    Model("fope_relative", ON_THE_SCORE, "FoPE, series on the score"),
+)
+
+
+def at_rates(models, *rates):
+    """The models with other learning rates."""
+    return [m for r in rates for m in with_changes(models, f"lr{r}", f"{{}}, {r}", lr=r)]
+
+
+BOOKS = dict(trained_on="books", corpora=("books", "c4"))
+
+FIGURES = {
+    "rates_text": Figure(
+        "other learning rates, text",
+        (*SEVEN, *at_rates(SEVEN, 1e-3, 4e-3), *at_rates(plain("fire"), 8e-3)),
+        tiny_only=True,
+    ),
+    "rates_passkey": Figure(
+        "other learning rates, passkeys",
+        (*FOUR, *at_rates(FOUR, 1e-3, 2e-3, 4e-3)),
+        ("passkey",),
+        tiny_only=True,
+    ),
+    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
+    "figure1_again": Figure("RoPE and FoPE of figure 1 once more", PAIR, BOTH),
+    "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
+    "figure4": Figure(
+        "a tenth more training at twice the length: YaRN and FoPE", (*STARTS, *CONTINUED), BOTH
+    ),
+    "figure4_quarter": Figure(
+        "the same with a quarter", (*STARTS, *with_changes(CONTINUED, "quarter")), BOTH, share=0.25
+    ),
+    "figure4_rate": Figure(
+        "the same at a quarter of the rate",
+        (*STARTS, *with_changes(CONTINUED, "slow", lr=5e-4)),
+        tiny_only=True,
+    ),
+    "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
+    "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
+    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
+    "figure6a_double": Figure(
+        "head_dim, heads or layers doubled", DOUBLED, **BOOKS, ratio=True, tiny_only=True
+    ),
+    "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
+    "figure6b": Figure(
+        "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, ratio=True
+    ),
+    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
+    "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
+    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
+    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
+}
+
+# The comparisons that carry the report's claims, named before the models were trained (the report
+# says what was settled later): figure, kind of result, number, label, what it is compared with,
+# multiple of the training length. Text has five seeds in them, passkeys ten. "Level" is an interval
+# of the difference within 0.05 nats.
+TEXT, KEYS = ("perplexity", "loss"), ("passkey", "token_accuracy")
+ON_BOOKS = ("perplexity on books", "loss")
+PRIMARY = (
+    ("figure1", *TEXT, "RoPE", "FoPE", 1),
+    ("figure1", *TEXT, "RoPE", "FoPE", 16),
+    ("figure1", *TEXT, "ALiBi", "FoPE", 1),
+    ("figure1", *TEXT, "ALiBi", "FoPE", 16),
+    ("figure1", *KEYS, "RoPE", "FoPE", 4),
+    ("figure1", *KEYS, "ALiBi", "FoPE", 4),
+    ("figure4", *TEXT, "RoPE to RoPE + YaRN x16", "RoPE to FoPE", 8),
+    ("figure6a", *ON_BOOKS, "FoPE, CF alone", "FoPE", 16),
+    ("figure6a", *ON_BOOKS, "FoPE, FS alone, FoPE's table noise", "FoPE", 16),
+    ("readings", *TEXT, "FoPE, series on the score", "FoPE", 16),
+)

@@ -1,0 +1,204 @@
+"""
+Results and their statistics.
+
+A file holds one evaluation, as eval_perplexity.py and eval_passkey.py write it beside the
+checkpoint, or a list of them, as paper/ gathers them. Two labels with the same seeds are compared
+seed by seed: models of one seed share initial weights, data and order, so their difference varies
+less than they do. Models read on two corpora have results for each, and for the ratio.
+"""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from common import Refused, read_json
+from recipe import recipe_fields
+
+# The order of the embeddings everywhere, and their names.
+NAMES = {
+    "nope": "NoPE",
+    "alibi": "ALiBi",
+    "rope": "RoPE",
+    "fope": "FoPE",
+    "kerple": "KERPLE",
+    "fire": "FIRE",
+    "rope_a": "RoPE-A",
+}
+TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accuracy")
+
+# --- reading
+
+
+def load_results(paths):
+    """
+    {kind: {label: [result of one seed, ...]}} in the order of NAMES. Kinds are perplexity, but with
+    several corpora "perplexity on CORPUS" and their ratio, and names of tasks. Refused where one is
+    no result, and where they do not belong into one figure.
+    """
+    every = []
+    for path in paths:
+        content = read_json(path, kind=dict | list)
+        for result in content if isinstance(content, list) else [content]:
+            check_result(result, path)
+            every.append((result, path))
+    texts = [result for result, _ in every if result["kind"] == "perplexity"]
+    kinds = {corpus: f"perplexity on {corpus}" for corpus in map(corpus_of, texts)}
+    if len(kinds) < 2:
+        kinds = dict.fromkeys(kinds, "perplexity")
+    by_kind = {kind: defaultdict(list) for kind in kinds.values()}  # text before tasks
+    for result, path in every:
+        is_text, seed = result["kind"] == "perplexity", seed_of(result)
+        kind = kinds[corpus_of(result)] if is_text else result["kind"]
+        same = by_kind.setdefault(kind, defaultdict(list))[label_of(result)]
+        if seed in map(seed_of, same):
+            what = f"a second result of {label_of(result)} with seed {seed}"
+            raise Refused(f"{path} has {what}; tell them apart by --label")
+        same.append(result)
+    check_together([result for result, _ in every], by_kind)
+    order = [*NAMES, *(result["recipe"]["pos"] for result, _ in every)]
+    for kind, labels in by_kind.items():
+        ranks = {la: (order.index(rs[0]["recipe"]["pos"]), la) for la, rs in labels.items()}
+        by_kind[kind] = {label: labels[label] for label in sorted(labels, key=ranks.get)}
+    return add_ratio(by_kind, *kinds.values()) if len(kinds) == 2 else by_kind
+
+
+def is_task(kind):
+    return not kind.startswith("perplexity")
+
+
+def seed_of(result):
+    return result["recipe"]["seed"]
+
+
+def train_len_of(results):
+    return results[0]["recipe"]["train_len"]
+
+
+def check_together(every, by_kind):
+    """Refuse results that do not belong into one figure."""
+    if len(train_lens := {train_len_of([result]) for result in every}) > 1:
+        raise Refused(f"these results have several training lengths: {sorted(train_lens)}")
+    if len({unit_of([r]) for r in every if r["kind"] == "perplexity"}) > 1:
+        raise Refused("losses per byte and losses per token cannot be compared")
+    for kind, labels in by_kind.items():
+        if labels and not common_lengths([r for rs in labels.values() for r in rs]):
+            raise Refused(f"these {kind} results have no length in common")
+
+
+def corpus_of(result):
+    return Path(result.get("data", "")).name
+
+
+def add_ratio(by_kind, first, second):
+    """And the perplexity on the second corpus divided by that on the first, for each seed."""
+    ratios = defaultdict(list)
+    for label, results in by_kind[first].items():
+        theirs = {seed_of(r): r["lengths"] for r in by_kind[second].get(label, [])}
+        for r in (r for r in results if seed_of(r) in theirs):
+            rows = {}
+            for n in set(r["lengths"]) & set(theirs[seed_of(r)]):
+                loss = theirs[seed_of(r)][n]["loss"] - r["lengths"][n]["loss"]
+                rows[n] = {"loss": loss, "perplexity": math.exp(loss)}
+            ratios[label].append({**r, "lengths": rows})
+    name = f"{second} / {first.removeprefix('perplexity ')}"
+    tasks = {kind: labels for kind, labels in by_kind.items() if is_task(kind)}
+    return {first: by_kind[first], second: by_kind[second], name: dict(ratios)} | tasks
+
+
+def check_result(result, path):
+    """Refuse what is no evaluation; its lengths become numbers, its recipe one of today's."""
+    try:
+        result["recipe"] = recipe_fields(result)
+        result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
+        names = TASK_MEASURES if is_task(result["kind"]) else TEXT_MEASURES
+        numbers = [row[name] for row in result["lengths"].values() for name in names]
+        numbers += [seed_of(result), train_len_of([result])]
+        ok = all(isinstance(x, int | float) for x in numbers) and train_len_of([result]) > 0
+        ok = ok and isinstance(label_of(result), str)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        ok = False
+    if not ok:
+        raise Refused(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
+    if label_of(result).startswith("_"):
+        raise Refused(f"{path} has the label {label_of(result)}; matplotlib hides such names")
+
+
+def label_of(result):
+    """The --label, or else the embedding with what is special about it."""
+    if result.get("label"):
+        return result["label"]
+    recipe = result["recipe"]
+    name = NAMES.get(recipe["pos"], recipe["pos"])
+    if recipe.get("qk_norm"):
+        name += " + QK-norm"
+    changes = [f"{k}={v}" for k, v in recipe.get("pos_args", {}).items()]
+    if scaling := recipe.get("rope_scaling"):
+        changes.append(f"{scaling.get('kind', 'yarn')} x{scaling['factor']:g}")
+    return f"{name} ({', '.join(changes)})" if changes else name
+
+
+def unit_of(results):
+    return "byte" if results[0]["recipe"].get("tokenizer") == "byte" else "token"
+
+
+def part_of_answer(results):
+    """What a token of a passkey is: our own tokenizers split numbers into digits, others do not."""
+    digits = results[0]["recipe"].get("tokenizer", "").startswith(("byte", "bpe"))
+    return "digits" if digits else "tokens"
+
+
+def common_lengths(results):
+    return sorted(set.intersection(*(set(r["lengths"]) for r in results)))
+
+
+# --- over the seeds
+
+
+def seed_stats(results, name, lengths=None):
+    """(lengths, mean, std, n) of one number, over the seeds, at the lengths that all have."""
+    lengths = lengths or common_lengths(results)
+    rows = [[r["lengths"][length][name] for length in lengths] for r in results]
+    values = np.array(rows, dtype=float)  # (seeds, lengths)
+    std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(lengths))
+    return lengths, values.mean(axis=0), std, len(values)
+
+
+def paired_differences(results, reference, name, lengths):
+    """Of one number, results - reference, for each seed that both have: (seeds, lengths)."""
+    theirs = {seed_of(r): r["lengths"] for r in reference}
+    pairs = [(r["lengths"], theirs[seed_of(r)]) for r in results if seed_of(r) in theirs]
+    rows = [[a[n][name] - b[n][name] for n in lengths] for a, b in pairs]
+    return np.array(rows, dtype=float).reshape(len(rows), len(lengths))
+
+
+def half_interval(values):
+    """Half the 95 % interval of the mean of n values (n, ...), by Student's t."""
+    return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+
+
+def compare(primary, folder):
+    """
+    The comparisons that were named before the models were trained, with p values of paired t tests,
+    corrected by Holm's method for their number. primary: [(figure, kind, number, label, label to
+    compare with, multiple of the training length), ...]; folder: of the gathered results.
+    """
+    rows = []
+    for figure, kind, name, label, to, multiple in primary:
+        by_label = load_results([Path(folder) / f"{figure}.json"])[kind]
+        length = multiple * train_len_of(by_label[label])
+        values = paired_differences(by_label[label], by_label[to], name, [length])[:, 0]
+        if len(values) < 2 or not values.std():
+            raise Refused(f"{figure}: {label} and {to} need two seeds and a difference to test")
+        row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
+        row |= dict(seeds=len(values), mean=values.mean(), half_interval=half_interval(values))
+        rows.append(row | dict(p=stats.ttest_1samp(values, 0).pvalue))
+    worst = 0.0
+    for rank, row in enumerate(sorted(rows, key=lambda row: row["p"])):
+        worst = max(worst, min(1.0, (len(rows) - rank) * row["p"]))
+        row["p_holm"] = worst
+    return [
+        {k: float(v) if isinstance(v, np.floating) else v for k, v in row.items()} for row in rows
+    ]

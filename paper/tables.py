@@ -1,0 +1,196 @@
+"""
+Results to Markdown tables.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+from common import read_json
+from paper.results import (
+    NAMES,
+    common_lengths,
+    half_interval,
+    is_task,
+    load_results,
+    paired_differences,
+    part_of_answer,
+    seed_of,
+    seed_stats,
+    train_len_of,
+    unit_of,
+)
+from recipe import recipe_fields
+
+# --- tables
+
+ROWS = {  # title, name in the json, factor, digits
+    "perplexity": [("perplexity per {unit}{corpus}", "perplexity", 1, 2)],
+    "loss": [("loss in nats per {unit}{corpus}", "loss", 1, 2)],
+    "task": [
+        ("whole {task}s, %", "accuracy", 100, 0),
+        ("{task} {part}, %", "token_accuracy", 100, 0),
+    ],
+}
+DIFFERENCES = {  # the same, of what is compared seed by seed
+    "perplexity": [("minus {to}, nats per {unit}{corpus}", "loss", 1, 3)],
+    "task": [
+        ("minus {to}, % of whole {task}s", "accuracy", 100, 0),
+        ("minus {to}, % of {part}", "token_accuracy", 100, 0),
+    ],
+}
+
+
+def grid(columns, rows):
+    """A Markdown table, whose first column is text."""
+    lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def markdown_table(results, measure="perplexity", to="FoPE", only_differences=False):
+    """
+    Perplexity (or loss), whole keys and digits by length: mean (± std over several seeds). Below
+    them, or without them, where there are several seeds, the paired differences to the label `to`:
+    mean ± half the 95 % interval.
+    """
+    tables = []
+    for kind, by_label in results.items():
+        if not by_label:
+            continue
+        every = [r for rs in by_label.values() for r in rs]
+        words = dict(unit=unit_of(every), part=part_of_answer(every), to=to)
+        words |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
+        lengths, train_len = common_lengths(every), train_len_of(every)
+        columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
+        numbers = [] if only_differences else ROWS["task" if is_task(kind) else measure]
+        for title, *number in numbers:
+            rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
+            tables.append(grid([title.format(**words), *columns], rows))
+        others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}
+        for title, *number in DIFFERENCES["task" if is_task(kind) else "perplexity"]:
+            rows = [
+                [label, *difference_cells(rs, by_label[to], lengths, *number)]
+                for label, rs in others.items()
+            ]
+            if rows := [row for row in rows if len(row) > 1]:
+                tables.append(grid([title.format(**words), *columns], rows))
+    return "\n\n".join(tables)
+
+
+def html_tables(markdown):
+    """The same as HTML, for docs/index.html, which draws its curves from them."""
+    tables = []
+    for table in markdown.split("\n\n"):
+        lines = [line.strip("| ").split(" | ") for line in table.split("\n")]
+        rows = ["".join(f'<th scope="col">{cell}</th>' for cell in lines[0])]
+        for label, *cells in lines[2:]:
+            values = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows.append(f'<th scope="row">{label}</th>{values}')
+        tables.append("<table><tr>" + "</tr>\n<tr>".join(rows) + "</tr></table>")
+    return "\n".join(tables)
+
+
+def mean_cells(results, lengths, name, factor, digits):
+    """The number of seeds, then mean ± std at each length."""
+    _, mean, std, n = seed_stats(results, name, lengths)
+    spread = [f" ± {factor * s:.{digits}f}" if n > 1 else "" for s in std]
+    return [str(n), *(f"{factor * m:.{digits}f}{s}" for m, s in zip(mean, spread, strict=True))]
+
+
+def difference_cells(results, reference, lengths, name, factor, digits):
+    """The number of pairs, then mean ± half interval; nothing for one pair."""
+    values = factor * paired_differences(results, reference, name, lengths)
+    if len(values) < 2:
+        return []
+    mean = values.mean(axis=0).round(digits) + 0.0  # no -0
+    cells = zip(mean, half_interval(values), strict=True)
+    written = [
+        f"{m:+.{digits}f} ± {half:.{digits}f}" if half else f"{m:.{digits}f}" for m, half in cells
+    ]
+    return [str(len(values)), *written]
+
+
+def rates_table(results):
+    """The loss at the training length by learning rate: of text, and of a task's answer."""
+    cells, columns = {}, {}
+    for r in results:
+        recipe = recipe_fields(r)
+        task, name = ("text", "loss") if r["kind"] == "perplexity" else ("passkeys", "answer_nll")
+        column = task == "passkeys", recipe["lr"]
+        columns[column] = f"{task}, {column[1]:g}"
+        cells[recipe["pos"], column] = f"{r['lengths'][str(recipe['train_len'])][name]:.3f}"
+    embeddings = [pos for pos in NAMES if any(pos == p for p, _ in cells)]
+    rows = [[NAMES[pos], *(cells.get((pos, c), "") for c in sorted(columns))] for pos in embeddings]
+    return grid(["nats at 1x", *(columns[c] for c in sorted(columns))], rows)
+
+
+def primary_table(rows):
+    """What compare() returns."""
+    lines, words = [], {"loss": ("loss", 1, 3), "token_accuracy": ("digits, %", 100, 0)}
+    for r in rows:
+        name, factor, digits = words[r["measure"]]
+        mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))
+        what = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
+        lines.append([what, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
+    return grid(["primary comparison", "seeds", "difference", "p (Holm)"], lines)
+
+
+def bench_table(result):
+    """A result of experiments/bench.py: speed and memory of each embedding."""
+    summary = result["summary"]
+    references = [name for name in ("nope", "rope") if name in summary]
+    ratios = [f"to {name}" for name in references]
+    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
+    columns = [title, "training, tokens/s", *ratios, "GB"]
+    columns += [f"reading {result['eval_len']}, tokens/s", *ratios, "GB"]
+    rows = []
+    for pos, row in summary.items():
+        cells = [pos]
+        for what in ("train", "eval"):
+            cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
+            cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
+        rows.append(cells)
+    return grid(columns, rows)
+
+
+# --- tables in a text
+
+OTHER_TABLES = {"bench": bench_table, "rates": rates_table, "primary": primary_table}
+
+
+def table_of(name, options, folder):
+    """The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json."""
+    path, options = Path(folder) / f"{name}.json", shlex.split(options)
+    if other := OTHER_TABLES.get(name.partition("_")[0]):
+        return other(read_json(path, kind=dict | list))
+    results, to = load_results([path]), "FoPE"
+    for option in options:
+        key, _, value = option.partition("=")
+        if key == "seed":
+            for by_label in results.values():
+                for label, rs in by_label.items():
+                    by_label[label] = [r for r in rs if seed_of(r) == int(value)]
+        elif key == "kind":
+            results = {value: results[value]}
+        elif key == "copies":  # passkeys of models that find nearly all at the training length
+            results = {"passkey": only_copying(results["passkey"])}
+        elif key == "to":
+            to = value
+    measure = "loss" if "loss" in options else "perplexity"
+    table = markdown_table(results, measure, to, "differences" in options)
+    return html_tables(table) if "html" in options else table
+
+
+def only_copying(by_label, share=0.95):
+    """The models that find this share of the keys at 1x: others say nothing about 2x."""
+
+    def copies(r):
+        return r["lengths"][train_len_of([r])]["accuracy"] >= share
+
+    return {label: [r for r in rs if copies(r)] for label, rs in by_label.items()}
+
+
+def fill_tables(text, folder):
+    """`text` with the table between each <!-- table ... --> and <!-- end table --> made anew."""
+    mark = re.compile(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", re.S)
+    return mark.sub(lambda m: f"{m[1]}{table_of(m[2], m[3], folder)}\n{m[4]}", text)
