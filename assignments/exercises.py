@@ -89,7 +89,7 @@ EXERCISES = {
     ),
     5: (
         "Passkeys in one forward pass",
-        {"eval_passkey.py": ["passkey_accuracy"]},
+        {"evaluation.py": ["task_accuracy"]},
         {
             "test_eval.py::test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0": (
                 4, "A model that always knows the key must score 1, one that never does 0. The "

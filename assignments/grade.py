@@ -19,7 +19,7 @@ from pathlib import Path
 
 from exercises import EXERCISES, ROOT, find, reference, replace
 
-from common import ArgumentParser, one_sentence_errors, write_json
+from common import ArgumentParser, Refused, one_sentence_errors, write_json
 
 
 def graded_file(student, file, own):
@@ -30,26 +30,26 @@ def graded_file(student, file, own):
             for name in functions.get(file, []):
                 if find(text, name) is None:
                     if exercise == own:
-                        raise ValueError(f"{file}: there is no {name}")
+                        raise Refused(f"{file}: there is no {name}")
                 elif exercise != own:
                     text = replace(text, name, reference(file))
     except SyntaxError as e:
-        raise ValueError(f"{file} is no Python: {e.msg}, line {e.lineno}") from None
+        raise Refused(f"{file} is no Python: {e.msg}, line {e.lineno}") from None
     return text
 
 
 def run_tests(folder, tests, time_limit):
-    """{test: None, or the first line of why it failed}. ValueError where they do not run or end."""
+    """{test: None, or the first line of why it failed}. Refused where they do not run or end."""
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--all", "-p", "no:cacheprovider"]
     command += [f"--junitxml={report}", *(f"tests/{test}" for test in tests)]
     try:
         run = subprocess.run(command, cwd=folder, capture_output=True, timeout=time_limit)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"the tests did not end within {time_limit} seconds") from None
+        raise Refused(f"the tests did not end within {time_limit} seconds") from None
     if not report.exists():  # the student's file has ended the process
         last = (run.stdout + run.stderr).decode(errors="replace").strip().split("\n")[-1]
-        raise ValueError(f"the tests could not be run: {last}")
+        raise Refused(f"the tests could not be run: {last}")
     outcome, elsewhere = {}, "did not run"
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname').split('.')[-1]}.py::{case.get('name')}"
@@ -80,7 +80,7 @@ def grade(folder, exercise, time_limit=120):
                 text = graded_file(Path(folder) / file, file, exercise)
                 (copy / file).write_text(text, encoding="utf-8")
             results = run_tests(copy, tests, time_limit)
-        except (ValueError, OSError) as e:
+        except (Refused, OSError, UnicodeDecodeError) as e:
             return 0, total, [str(e)]
     failed = {test: why for test, why in results.items() if why is not None}
     lost = []
@@ -101,7 +101,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     for folder in args.folders:
         if not (Path(folder) / "fope.py").exists():
-            raise FileNotFoundError(f"{folder} is no copy of the project: it has no fope.py")
+            raise Refused(f"{folder} is no copy of the project: it has no fope.py")
     scores = {}
     for folder in args.folders:
         print(folder)

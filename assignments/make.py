@@ -14,11 +14,12 @@ from pathlib import Path
 
 from exercises import EXERCISES, ROOT, reference, remove_body
 
-from common import ArgumentParser, one_sentence_errors
+from common import ArgumentParser, Refused, one_sentence_errors
 
 # Of the results the figures, of this folder the students' pages, no tests of what is left out.
 HANDED_OUT = ["*.py", "*.md", "*.toml", "*.txt", "LICENSE", "runs/*.sh", "tests/*.py"]
 HANDED_OUT += ["experiments/*.py", "experiments/*.ipynb", "assignments/[1-6].md"]
+HANDED_OUT += ["paper/*.py", "paper/*.txt"]
 HANDED_OUT += ["results/*.png", "results/mechanism/*.png"]
 LEFT_OUT = [f"tests/test_{name}.py" for name in ("assignments", "paper", "readme")]
 
@@ -41,7 +42,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     out = Path(args.folder)
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} is not empty; choose another folder")
+        raise Refused(f"{out} is not empty; choose another folder")
     texts = exercise_files(args.solution)
     for path in sorted(path for pattern in HANDED_OUT for path in ROOT.glob(pattern)):
         file = str(path.relative_to(ROOT))

@@ -25,22 +25,23 @@ from shared import ROOT
 from tqdm import tqdm, trange
 
 import common
-from eval_perplexity import window_loss
+from evaluation import window_loss
 from fope import POSITION_EMBEDDINGS
-from model import GPT, SIZES, GPTConfig
-from tables import bench_table
-from train import accumulate_gradients
+from model import GPT
+from paper.tables import bench_table
+from recipe import RECIPES
+from train import accumulate_gradients, make_optimizer
 
 
 class Workload:
     """One embedding's model, a batch to train it on and a long text to evaluate it on."""
 
     def __init__(self, args, pos, device):
-        config = GPTConfig.preset(args.preset, pos=pos, train_len=args.train_len)
-        self.model = GPT(config).to(device)
+        recipe = RECIPES[args.preset].changed(pos=pos, train_len=args.train_len)
+        self.model = GPT(recipe).to(device)
         if args.compile:
             self.model.compile_parts()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = make_optimizer(self.model, recipe)
         rng = np.random.default_rng(0)
         batch = rng.integers(50257, size=(args.batch_size, args.train_len + 1))
         self.batch = torch.from_numpy(batch).to(device)
@@ -123,7 +124,7 @@ def main(argv=None):
     add, positive = parser.add_argument, common.positive_int
     names = list(POSITION_EMBEDDINGS)
     add("--pos", nargs="+", choices=names, default=names, help="which embeddings")
-    add("--preset", choices=SIZES, default="tiny", help="size of the model")
+    add("--preset", choices=RECIPES, default="tiny", help="size of the model")
     add("--train_len", type=positive, default=512, help="tokens per training sequence")
     add("--batch_size", type=positive, default=4, help="sequences per training step")
     add("--eval_len", type=positive, default=8192, help="tokens of a text, read at once")
@@ -140,7 +141,7 @@ def main(argv=None):
     memory, rounds = measure_memory(args, device), measure_speed(args, device)
     sizes = ("preset", "train_len", "batch_size", "eval_len", "compile")
     result = {"kind": "bench", **{name: getattr(args, name) for name in sizes}}
-    result |= common.provenance(device)
+    result |= {"command": common.command()} | common.provenance(device)
     result |= {"summary": summarise(rounds, memory), "rounds": rounds}
     print(f"\n{bench_table(result)}\n\n{result['hardware']}, {result['software']}")
     out = args.out or ROOT / "results" / f"bench_{args.preset}_{device.type}.json"

@@ -23,7 +23,7 @@ import train
 from checkpoint import load_checkpoint, load_run, with_pos
 from common import one_sentence_errors
 from data import TokenData, load_tokenizer
-from eval_perplexity import spread_windows, window_loss
+from evaluation import spread_windows, window_loss
 from hf.export import to_fast_tokenizer, to_llama
 from hf.models import AsGPT
 
@@ -62,24 +62,26 @@ def main(argv=None):
     parser = Parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a RoPE model that train.py has trained")
     args = parser.parse_args(argv)
-    rope, metadata, _ = load_run(args.run)
-    length, lr = 2 * rope.config.train_len, metadata["training"]["lr"]
-    steps = metadata["training"]["tokens"] // 10 // (BATCH_SIZE * length)
-    encoding = load_tokenizer(metadata["tokenizer"], args.run)
+    rope, _, _ = load_run(args.run)
+    recipe = rope.config
+    length = 2 * recipe.train_len
+    steps = recipe.tokens // 10 // (BATCH_SIZE * length)
+    encoding = load_tokenizer(recipe.tokenizer, args.run)
 
     # what is read: the same windows of held-out text for all
-    lengths = [rope.config.train_len * multiple for multiple in (1, 2, 4, 8, 16)]
-    windows = spread_windows(TokenData(metadata["data"], "val"), lengths[-1], N_WINDOWS)
+    lengths = [recipe.train_len * multiple for multiple in (1, 2, 4, 8, 16)]
+    windows = spread_windows(TokenData(recipe.data, "val"), lengths[-1], N_WINDOWS)
 
     # the same start: FoPE as train.py will draw it, in the GPT and in the Llama
-    fope = with_pos(rope, pos="fope", pos_args={"cap": False}, train_len=length, seed=0)
+    uncapped = dict(pos="fope", pos_args={"cap": False}, train_len=length, seed=0)
+    fope = with_pos(rope, recipe.changed(**uncapped))
     llama = hf.swap.swap_position_embedding(to_llama(rope, encoding), "fope", length)
     for block, layer in zip(fope.blocks, llama.model.layers, strict=True):
         layer.self_attn.pos.embedding.load_state_dict(block.attn.pos.state_dict(), strict=False)
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write_text(folder, encoding, TokenData(metadata["data"], "train"))
+        write_text(folder, encoding, TokenData(recipe.data, "train"))
         llama.save_pretrained(folder / "start")
         to_fast_tokenizer(encoding).save_pretrained(folder / "start")
         models = {
@@ -87,7 +89,7 @@ def main(argv=None):
             "FoPE at the start, GPT": fope,
             "FoPE at the start, Llama": AsGPT(llama),
             "train.py": by_train(args.run, folder, steps, length),
-            "hf/finetune.py": AsGPT(by_library(folder / "start", folder, steps, length, lr)),
+            "hf/finetune.py": AsGPT(by_library(folder / "start", folder, steps, length, recipe.lr)),
         }
     losses = {
         name: [float(window_loss(model, windows, n).mean()) for n in lengths]

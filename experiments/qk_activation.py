@@ -18,7 +18,7 @@ import torch
 from shared import RED, Parser, plt, save
 
 from checkpoint import load_checkpoint
-from common import one_sentence_errors, positive_int
+from common import Refused, one_sentence_errors, positive_int
 from fope import rope_freqs
 
 
@@ -66,12 +66,12 @@ def read(checkpoint, n_tokens):
         from transformers import AutoModelForCausalLM
     except ImportError:
         what = "is no run of train.py, and for other models transformers is not installed"
-        raise ValueError(f"{checkpoint} {what}") from None
+        raise Refused(f"{checkpoint} {what}") from None
     try:
         return read_llama(AutoModelForCausalLM.from_pretrained(checkpoint), n_tokens)
     except (OSError, ValueError, AttributeError) as e:
         why = str(e).splitlines()[0]
-        raise ValueError(f"{checkpoint} is no Llama model that can be loaded: {why}") from None
+        raise Refused(f"{checkpoint} is no Llama model that can be loaded: {why}") from None
 
 
 def under_the_floor(head_dim, theta, train_len):

@@ -15,9 +15,16 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 
-from common import ArgumentParser, provenance, write_json  # noqa: E402
+from common import (  # noqa: E402
+    ArgumentParser,
+    command,
+    file_errors,
+    make_folder,
+    provenance,
+    write_json,
+)
 
-# Okabe and Ito's colours, the same for a method as in plot.py
+# Okabe and Ito's colours, the same for a method as in paper/plot.py
 BLACK, GREY, ORANGE, BLUE = "#000000", "#666666", "#E69F00", "#0072B2"
 RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
 
@@ -30,15 +37,17 @@ class Parser(ArgumentParser):
 
     def parse_args(self, *args):
         args = super().parse_args(*args)
-        args.out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
+        make_folder(args.out)  # now, not after minutes of work
         return args
 
 
 def save(fig, numbers, out, name):
     """The figure as png, the numbers behind it as json."""
-    fig.savefig(out / f"{name}.png", dpi=160)
+    with file_errors():
+        fig.savefig(out / f"{name}.png", dpi=160)
     plt.close(fig)
-    write_json(out / f"{name}.json", {**provenance(torch.device("cpu")), **numbers})
+    about = {"command": command(), **provenance(torch.device("cpu"))}
+    write_json(out / f"{name}.json", about | numbers)
     print(f"figure: {out / name}.png")
 
 

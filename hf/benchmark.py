@@ -4,7 +4,7 @@ Read Llamas, swapped or not, with the benchmarks of the paper's tables and with 
     python -m hf.benchmark smollm_rope smollm_fope --table 1 --out smollm
     python -m hf.benchmark smollm_fope runs_out/rope_60M --tasks hellaswag,piqa --out smollm
     python -m hf.benchmark smollm_rope smollm_fope --text book.txt --passkeys 100 --out smollm
-    python plot.py smollm/*_p*.json --out figure
+    python -m paper.plot smollm/*_p*.json --out figure
 
 A model is a folder, a name on the hub, or a run of train.py. Tables and tasks are those of
 lm-evaluation-harness: 1 is LongBench-E in bins of words, with long prompts cut in the middle, as
@@ -13,9 +13,9 @@ its authors cut them; 4 accuracies; 5 losses of the first right answer, in nats;
 """
 
 import math
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 from lm_eval import simple_evaluate
@@ -24,10 +24,11 @@ from lm_eval.tasks import TaskManager
 
 import common
 import evaluation
-from eval_passkey import PasskeyTask, passkey_accuracy
-from eval_perplexity import window_loss
-from evaluation import DoesNotFit
+from common import Refused
+from data import Passkey
 from hf.models import AsGPT, first_line, load_model
+from model import GPTConfig
+from recipe import parse_lengths
 
 LONGBENCH = [f"longbench_{t}_e" for t in ("gov_report", "multi_news", "trec", "triviaqa", "samsum")]
 CHOICES = "arithmetic social_iqa winogrande openbookqa sciq hellaswag piqa commonsense_qa arc_easy"
@@ -96,30 +97,46 @@ def run_tasks(model, tokenizer, args):
 
 def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     """NAME_perplexity.json and NAME_passkey.json in --out, as our two scripts write them."""
-    lengths = evaluation.parse_lengths(args.lengths, model.config.train_len)
-    encode = partial(tokenizer, add_special_tokens=False, verbose=False)
-    evaluations, about = {}, {"tokenizer": tokenizer_name, "training": {}}
+    train_len = model.config.train_len
+    lengths = parse_lengths(args.lengths, train_len)
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    evaluations = {}
     if args.text:
-        ids = np.array(encode(Path(args.text).read_text(encoding="utf-8"))["input_ids"])
+        with common.file_errors():
+            ids = np.array(encode(Path(args.text).read_text(encoding="utf-8")))
         longest = max((n for n in lengths if n < len(ids)), default=1)
-        n_scored = (len(ids) - 1) // longest * longest
+        ids = ids[: (len(ids) - 1) // longest * longest + 1]
 
         def evaluate_text(length):
             if length > longest:
-                raise DoesNotFit(f"{args.text} has only {len(ids):,} tokens")
-            loss = float(window_loss(model, ids[: n_scored + 1], length).mean())
-            perplexity = math.exp(loss) if loss < 700 else math.inf
-            return {"loss": loss, "perplexity": perplexity, "tokens": n_scored}
+                raise Refused(f"{args.text} has only {len(ids):,} tokens")
+            losses = evaluation.window_loss(model, ids, length)
+            scored = evaluation.cut(ids, length)[1].flatten()
+            n_bytes = len(tokenizer.decode(scored).encode())
+            return evaluation.text_row(losses, len(scored), n_bytes)
 
         evaluations["perplexity"] = evaluate_text
     if args.passkeys:
-        task = PasskeyTask(SimpleNamespace(encode_ordinary=lambda text: encode(text)["input_ids"]))
-        evaluations["passkey"] = partial(passkey_accuracy, model, task, trials=args.passkeys)
+        task = Passkey(encode)
+        ask = partial(evaluation.task_accuracy, model, task, trials=args.passkeys)
+        evaluations["passkey"] = ask
     for kind, evaluate in evaluations.items():
-        out = args.out / f"{Path(name).name}_{kind}.json"
-        label = Path(name).name  # two models may have one embedding
-        where = SimpleNamespace(checkpoint=name, label=label, lengths=args.lengths, out=out)
-        evaluation.evaluate_lengths(where, kind, evaluate, model, about, data=args.text or "")
+        results, skipped = evaluation.evaluate_lengths(lengths, evaluate, train_len)
+        recipe = {f.name: getattr(model.config, f.name) for f in fields(GPTConfig)}
+        recipe["tokenizer"] = tokenizer_name  # how the model was trained is not known here
+        evaluation.write_result(
+            args.out / f"{Path(name).name}_{kind}.json",
+            model,
+            kind,
+            Path(name).name,  # two models may have one embedding
+            results,
+            skipped,
+            recipe=recipe,
+            data=args.text or "",
+        )
 
 
 def main(argv=None):
@@ -134,15 +151,15 @@ def main(argv=None):
     add("--max_length", type=size, help="tokens of a prompt, if not the model's longest")
     add("--text", help="a text file, to read for perplexity")
     add("--passkeys", type=size, help="trials for each length")
-    add("--lengths", help="of these two; without it 1x,2x,4x,8x,16x the training length")
+    add("--lengths", default="1x,2x,4x,8x,16x", help="of these two, of the training length")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
     if not (args.table or args.tasks or args.text or args.passkeys):
-        raise ValueError("nothing to do: give --table, --tasks, --text or --passkeys")
+        raise Refused("nothing to do: give --table, --tasks, --text or --passkeys")
     if len({Path(name).name for name in args.models}) < len(args.models):
-        raise ValueError("two models have the same name, and so would their results")
+        raise Refused("two models have the same name, and so would their results")
     device = common.init_distributed(args.device)
-    args.out.mkdir(parents=True, exist_ok=True)
+    common.make_folder(args.out)
     for name in args.models:
         llama, tokenizer, tokenizer_name = load_model(name, device)
         if args.table or args.tasks:
@@ -150,7 +167,8 @@ def main(argv=None):
             about = {"model": name, "swap": getattr(llama.config, "swap", None), "tasks": rows}
             which = f"table{args.table}" if args.table else "tasks"
             out = args.out / f"{Path(name).name}_{which}.json"
-            common.write_json(out, about | common.provenance(llama.device))
+            about |= {"command": common.command()} | common.provenance(llama.device)
+            common.write_json(out, about)
             for task, row in rows.items():
                 print(f"{name} {task}:", ", ".join(f"{k} {v}" for k, v in row.items()))
         if args.text or args.passkeys:

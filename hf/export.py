@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import common
 from checkpoint import load_run
+from common import Refused
 from data import EOT, load_tokenizer
 from hf.swap import SwappedConfig, SwappedLlama
 
@@ -73,14 +74,14 @@ def llama_weights(model):
 
 
 def to_llama(model, tokenizer):
-    """The Llama with the weights of a GPT, in eval mode. ValueError for another bias or score."""
+    """The Llama with the weights of a GPT, in eval mode. Refused for another bias or score."""
     config = model.config
     fields = llama_config(config, tokenizer)
     if config.pos == "rope" and not config.qk_norm and not config.rope_scaling:
         llama = LlamaForCausalLM(LlamaConfig(**fields))
     else:
         if config.pos not in ("nope", "alibi", "rope", "fope", "rope_a", "fope_shared"):
-            raise ValueError(f"the position embedding {config.pos} cannot be exported")
+            raise Refused(f"the position embedding {config.pos} cannot be exported")
         names = ("pos", "pos_args", "rope_scaling", "train_len", "qk_norm")
         swap = {name: getattr(config, name) for name in names}
         llama = SwappedLlama(SwappedConfig(**fields, swap=swap))
@@ -105,9 +106,9 @@ def main(argv=None):
     parser.add_argument("--out", required=True, type=Path, help="folder for the exported model")
     args = parser.parse_args(argv)
     if (args.out / "checkpoint.pt").exists():
-        raise ValueError(f"--out {args.out} is a run: its config.json would be lost")
-    model, metadata, _ = load_run(args.run)
-    tokenizer = load_tokenizer(metadata["tokenizer"], args.run)
+        raise Refused(f"--out {args.out} is a run: its config.json would be lost")
+    model, _, _ = load_run(args.run)
+    tokenizer = load_tokenizer(model.config.tokenizer, args.run)
     llama = to_llama(model, tokenizer)
     llama.save_pretrained(args.out)
     to_fast_tokenizer(tokenizer).save_pretrained(args.out)

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 import common
+from common import Refused
 from hf.models import AsGPT, first_line, load_model
 from hf.swap import EMBEDDINGS, swap_position_embedding
 
@@ -37,7 +38,8 @@ def parse_args(argv):
     add("--split", default="train", help="of a data set of the hub")
     add("--out", required=True, help="folder for checkpoints and the model")
     add("--pos", choices=EMBEDDINGS, help="without it the model's own stays")
-    common.add_pos_flags(parser)
+    add("--pos_args", nargs="*", default=[], metavar="K=V", help="keywords of --pos")
+    add("--rope_scaling", nargs="*", default=[], metavar="K=V", help="such as kind=yarn factor=2")
     add("--context", type=size, default=4096, help="tokens of a sequence")
     add("--batch_size", type=size, default=4, help="sequences a step and process")
     add("--grad_accum", type=size, default=1, help="batches before a step of the optimizer")
@@ -49,13 +51,13 @@ def parse_args(argv):
 
 
 def read_data(name, config, split):
-    """A data set with a "messages" or "text" field. ValueError if there is none."""
+    """A data set with a "messages" or "text" field. Refused if there is none."""
     which = dict(path=name, name=config, split=split)
     if name.endswith((".jsonl", ".json")):
         which = dict(path="json", data_files=name, split="train")
     data = first_line(f"no data {name}", lambda: load_dataset(**which))
     if not {"messages", "text"} & set(data.column_names):
-        raise ValueError(f'{name} has no "messages" and no "text", only {data.column_names}')
+        raise Refused(f'{name} has no "messages" and no "text", only {data.column_names}')
     return data
 
 
@@ -69,11 +71,13 @@ def mean_loss(model, sequences):
 
 def main(argv=None):
     args = parse_args(argv)
-    if (args.pos_args or args.yarn_scale or args.pi_scale) and not args.pos:
-        raise ValueError("--pos_args, --yarn_scale and --pi_scale go with --pos")
+    if (args.pos_args or args.rope_scaling) and not args.pos:
+        raise Refused("--pos_args and --rope_scaling go with --pos")
     pos_args = common.parse_keywords("--pos_args", args.pos_args)
     model, tokenizer, _ = load_model(args.model)
-    scaling = common.parse_rope_scaling(args, AsGPT(model).config)
+    scaling = common.parse_keywords("--rope_scaling", args.rope_scaling) or None
+    if scaling:
+        scaling = AsGPT(model).config.scaling_of_trained(scaling)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
         output_dir=args.out,
@@ -99,7 +103,7 @@ def main(argv=None):
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
     if not some:
-        raise ValueError(f"{args.data} has fewer tokens than the {args.context:,} of --context")
+        raise Refused(f"{args.data} has fewer tokens than the {args.context:,} of --context")
     if args.pos:
         before = mean_loss(model, some)
         chosen = dict(rope_scaling=scaling, seed=args.seed) | pos_args
@@ -111,7 +115,7 @@ def main(argv=None):
     last = get_last_checkpoint(args.out)
     now = getattr(model.config, "swap", None)
     if last and common.read_json(f"{last}/config.json").get("swap") != now:
-        raise ValueError(f"{last} has another embedding: choose another --out")
+        raise Refused(f"{last} has another embedding: choose another --out")
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
 

@@ -10,9 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import load_run
+from common import Refused
 from data import load_tokenizer
 from hf.export import to_fast_tokenizer, to_llama
-from model import GPTConfig, linear_cross_entropy
+from model import linear_cross_entropy
+from recipe import Recipe
 
 
 def first_line(what, call):
@@ -20,14 +22,14 @@ def first_line(what, call):
     try:
         return call()
     except Exception as e:
-        raise ValueError(f"{what}: {type(e).__name__}: {f'{e} '.splitlines()[0]}") from None
+        raise Refused(f"{what}: {type(e).__name__}: {f'{e} '.splitlines()[0]}") from None
 
 
 def load_model(name, device="cpu"):
     """(model, tokenizer, the tokenizer's name) of a run, a folder or a name on the hub."""
     if (Path(name) / "checkpoint.pt").exists():
-        model, metadata, _ = load_run(name)
-        encoding = load_tokenizer(metadata["tokenizer"], name)
+        model, _, _ = load_run(name)
+        encoding = load_tokenizer(model.config.tokenizer, name)
         return to_llama(model, encoding).to(device), to_fast_tokenizer(encoding), encoding.name
     read, read_tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
     model = first_line(f"no model {name}", lambda: read(name, dtype=torch.float32))
@@ -46,7 +48,7 @@ class AsGPT(nn.Module):
         shape = dict(n_layer=theirs.num_hidden_layers, n_head=theirs.num_attention_heads)
         shape |= dict(head_dim=theirs.head_dim, n_embd=theirs.hidden_size)
         theta = theirs.rope_parameters["rope_theta"]
-        self.config = GPTConfig(vocab_size=theirs.vocab_size, theta=theta, **shape, **swap)
+        self.config = Recipe(vocab_size=theirs.vocab_size, theta=theta, **shape, **swap)
 
     def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
         x = self.llama.model(idx, use_cache=False).last_hidden_state

@@ -20,8 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common import Refused
 from fope import ALiBi, FoPE, RoPE, apply_rotation
 from model import GPTConfig, make_pos
+from recipe import check_pos
 
 # --- attention
 
@@ -113,7 +115,7 @@ class SwappedLlama(LlamaForCausalLM):
 
     def set_attn_implementation(self, name):
         if name != OURS:
-            raise ValueError(f"with attention {name!r} a swapped model would have no positions")
+            raise Refused(f"with attention {name!r} a swapped model would have no positions")
         super().set_attn_implementation(name)
 
 
@@ -131,7 +133,7 @@ def our_config(config, swap):
 def install(model):
     """Put what model.config.swap says into the layers."""
     if not model.config.swap:
-        raise ValueError("this is no swapped model: swap_position_embedding makes one")
+        raise Refused("this is no swapped model: swap_position_embedding makes one")
     ours = our_config(model.config, model.config.swap)
     for layer in (block.self_attn for block in model.model.layers):
         new, weight = LayerPosition(ours), layer.q_proj.weight
@@ -152,25 +154,29 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
     rope_scaling: keywords of baselines.rope_scaling, for YaRN or interpolation. seed: of FoPE's
     noise. Every frequency above the floor stays on the pair that has learned it (cap=False).
-    ValueError for another architecture, scaled RoPE, and what the embedding does not take.
+    Refused for another architecture, scaled RoPE, and what the embedding does not take.
     """
     if type(model) not in (LlamaForCausalLM, SwappedLlama):
-        raise ValueError(f"{type(model).__name__} is no LlamaForCausalLM: nothing can be exchanged")
+        raise Refused(f"{type(model).__name__} is no LlamaForCausalLM: nothing can be exchanged")
     if (kind := model.config.rope_parameters["rope_type"]) != "default":
-        raise ValueError(f"the model's RoPE is scaled ({kind}): only plain RoPE can be exchanged")
+        raise Refused(f"the model's RoPE is scaled ({kind}): only plain RoPE can be exchanged")
     if pos not in EMBEDDINGS:
-        raise ValueError(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
+        raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
     if type(train_len) is not int or train_len < 1:
-        raise ValueError(f"train_len must be a number of tokens, not {train_len!r}")
+        raise Refused(f"train_len must be a number of tokens, not {train_len!r}")
     old = getattr(model.config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args, rope_scaling = old["pos_args"] | pos_args, rope_scaling or old["rope_scaling"]
     elif pos == "fope":
         pos_args = {"cap": False} | pos_args
     swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
-    new = make_pos(our_config(model.config, swap))  # raises before anything has changed
+    check_pos(our_config(model.config, swap))  # before anything has changed
     if old["pos"]:
-        new.inherit(copy.deepcopy(model.model.layers[0].self_attn.pos.embedding).cpu())
+        new = make_pos(our_config(model.config, swap))
+        try:
+            new.inherit(copy.deepcopy(model.model.layers[0].self_attn.pos.embedding).cpu())
+        except AssertionError as e:
+            raise Refused(f"position embedding {pos}: {e}") from None
     longest = max(model.config.max_position_embeddings, train_len)  # for other tools
     model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
     model.config.update(dict(swap=swap, max_position_embeddings=longest))

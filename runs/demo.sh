@@ -5,13 +5,15 @@
 #   bash runs/demo.sh              everything, into runs_out/tiny
 #   bash runs/demo.sh --seeds 3    three seeds of each model: figures with a spread
 #   bash runs/demo.sh --quick      the same path with next to no training: 2 minutes
-#   bash runs/demo.sh --out DIR    somewhere else; further words go to paper.py figure1
+#   bash runs/demo.sh --out DIR    somewhere else; further words go to python -m paper figure1
 #
 # Run again, it skips what is finished and continues what is not.
 set -euo pipefail
 case "${1:-}" in --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;; esac
 from=$PWD
 . "$(dirname "$0")/setup.sh"
-paper=$PWD/paper.py
+install requirements.txt
+install paper/requirements.txt
+export PYTHONPATH=$PWD
 cd "$from" # where relative folders are meant
-exec python "$paper" figure1 ${@+"${@/#--quick/--size=quick}"}
+exec python -m paper figure1 ${@+"${@/#--quick/--size=quick}"}

