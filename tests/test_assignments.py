@@ -136,7 +136,7 @@ MISTAKES = {
     ),
     "logits off by one": (
         5,
-        "eval_passkey.py",
+        "evaluation.py",
         "model(tokens[:, :-1], ",
         "model(tokens, ",
         "off by one",

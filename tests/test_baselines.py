@@ -79,7 +79,7 @@ def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
 
 
 def test_aligned_frequencies_need_a_length_that_one_completes():
-    with pytest.raises(ValueError, match="no frequency left at train_len 3"):
+    with pytest.raises(AssertionError, match="no frequency left at train_len 3"):
         make_embedding("rope_a", train_len=3)
 
 
@@ -90,7 +90,7 @@ def test_aligned_frequencies_are_rounded_as_asked(rounding):
     raw = [w * 20 / (2 * math.pi) for w in (1.0, 0.1, 0.01, 0.001)]
     expected = {"nearest": map(round, raw), "up": map(math.ceil, raw), "down": map(math.floor, raw)}
     assert found == list(expected[rounding])
-    with pytest.raises(ValueError, match="unknown rounding 'half'; known: nearest, up, down"):
+    with pytest.raises(AssertionError, match="rounding 'half' is none of nearest, up, down"):
         make_embedding("rope_a", rounding="half")
 
 
@@ -148,7 +148,7 @@ def test_yarn_frequencies(factor, theta, ends):
     expected, exact = torch.tensor(expected), dict(atol=0, rtol=1e-5)
     freqs = rope_freqs(64, theta)
     torch.testing.assert_close(yarn(freqs, factor, 512, 64, theta), expected, **exact)
-    scaling = rope_scaling("yarn", factor, 512, head_dim=64, theta=theta)
+    scaling = rope_scaling(factor=factor, original_len=512, head_dim=64, theta=theta)
     pos = RoPE(head_dim=64, n_head=2, theta=theta, **scaling)
     torch.testing.assert_close(pos.scale(pos.freqs), expected, **exact)
     torch.testing.assert_close(pos.make_tables(2)[1][1], expected.sin(), **exact)
@@ -159,9 +159,18 @@ def test_yarn_by_a_factor_of_1_changes_nothing():
     assert torch.equal(yarn(rope_freqs(64), 1.0, 512, 64), rope_freqs(64))
 
 
-def test_an_unknown_scaling_is_refused_with_a_sentence():
-    with pytest.raises(ValueError, match="unknown rope_scaling 'ntk'; known: yarn, interpolate"):
-        make_embedding("rope", scaling={"kind": "ntk", "factor": 2.0, "original_len": 40})
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kind": "ntk"}, "kind 'ntk' is none of yarn, interpolate"),
+        ({"factor": 0.5}, "factor must be at least 1, not 0.5"),
+        ({"factor": math.nan}, "factor must be at least 1, not nan"),
+        ({"original_len": 0}, "original_len must be at least 1, not 0"),
+    ],
+)
+def test_an_impossible_scaling_is_refused_with_a_sentence(change, words):
+    with pytest.raises(AssertionError, match=words):
+        make_embedding("rope", scaling={"factor": 2.0, "original_len": 40, **change})
 
 
 def test_position_interpolation_is_rope_at_a_fraction_of_the_position():

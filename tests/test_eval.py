@@ -3,27 +3,28 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import need_gpt2, refuses, write_text
+from conftest import need_gpt2, refuses, run_training, write_text
 
 import eval_passkey
 import eval_perplexity
+import evaluation
 import prepare_data
 from checkpoint import load_checkpoint, save_checkpoint
-from data import TokenData, load_tokenizer
-from eval_passkey import FILLER, PasskeyTask, passkey_accuracy, wilson_interval
-from eval_perplexity import window_loss
-from evaluation import DoesNotFit
+from common import Refused, one_sentence_errors
+from data import FILLER, Passkey, TokenData, load_tokenizer
+from evaluation import task_accuracy, wilson_interval, window_loss
 from model import GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")
 def task(data_folder):
-    return PasskeyTask(load_tokenizer("bpe:512", data_folder))
+    return Passkey(load_tokenizer("bpe:512", data_folder).encode_ordinary)
 
 
 def small(pos, vocab_size=128):
@@ -81,12 +82,40 @@ def test_evaluation_leaves_mode_and_random_state_alone(task):
     for training in (True, False):
         model.train(training)
         window_loss(model, np.arange(101) % 128, 10)
-        first, second = (passkey_accuracy(model, task, 700, 2) for _ in range(2))
+        first, second = (task_accuracy(model, task, 700, 2) for _ in range(2))
         assert (
             model.training == training
             and torch.equal(torch.get_rng_state(), state)
             and first == second
         )
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe:512"])
+def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(
+    name, checkpoint, data_folder, tmp_path
+):
+    """The text is that of all targets, decoded by hand; the end of text has no bytes."""
+    run, out = checkpoint, tmp_path / "r.json"
+    if name == "byte":
+        argv = ["--source", write_text(tmp_path / "t"), "--tokenizer", "byte", "--val_frac", "0.2"]
+        evaluate(prepare_data, *argv, "--out", tmp_path / "d")
+        data_folder = tmp_path / "d"
+        run = run_training(data_folder, tmp_path / "run", "--stop_at=1")
+    data = TokenData(data_folder, "val")
+    tokens = data.read(0, len(data)).tolist()
+    # windows of 64 begin at the start and are spread up to the end
+    starts = np.linspace(0, len(tokens) - 65, (len(tokens) - 1) // 64).astype(int)
+    targets = [token for start in starts for token in tokens[start + 1 : start + 65]]
+    encoding = data.tokenizer()
+    text = [token for token in targets if token != encoding.eot_token]
+    assert len(targets) - len(text) > 3
+    n_bytes = sum(len(encoding.decode_single_token_bytes(token)) for token in text)
+    assert (n_bytes == len(text)) == (name == "byte")
+    evaluate(eval_perplexity, run, "--lengths", "32,64", "--out", out)
+    for row in read(out)["lengths"].values():
+        bits = row["loss"] / math.log(2) * len(targets)
+        assert row["tokens"] == len(targets)
+        assert row["bits_per_byte"] == pytest.approx(bits / n_bytes)
 
 
 def test_perplexity_command(checkpoint, tmp_path, capsys):
@@ -98,10 +127,13 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     assert len({row["tokens"] for row in result["lengths"].values()}) == 1
     for row in result["lengths"].values():
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
-    assert result["training"]["tokens"] == 2560 and result["curve"][-1][0] == 2560
-    assert {"command", "commit", "hardware", "software", "seed", "pos", "train_len"} <= set(result)
-    assert result["rope_scaling"] is None and result["step"] == 20
-    assert result["model"]["theta"] == 10000.0 and result["model"]["init_std"] == 0.05
+    recipe = result["recipe"]
+    assert recipe["tokens"] == 2560 and result["curve"][-1][0] == 2560
+    assert {"command", "commit", "hardware", "software", "trained_on"} <= set(result)
+    assert {"pos", "pos_args", "train_len", "seed", "tokenizer", "preset"} <= set(recipe)
+    assert recipe["rope_scaling"] is None and result["step"] == 20
+    assert recipe["theta"] == 10000.0 and recipe["init_std"] == 0.05
+    assert recipe == read(checkpoint / "config.json")["recipe"]
     captured = capsys.readouterr()
     assert "length 100,000 is skipped" in captured.err and "96 (3x)" in captured.out
 
@@ -110,11 +142,11 @@ def test_windows_are_spread_over_the_validation_split(checkpoint, tmp_path, monk
     """Three windows of 64: the first, the middle and the last tokens; all lengths read the same."""
     read_by_length = {}
 
-    def window_loss(model, tokens, length, bar):
+    def window_loss(model, tokens, length, show):
         read_by_length[length] = tokens
         return np.ones(length)
 
-    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
+    monkeypatch.setattr(evaluation, "window_loss", window_loss)
     few = ["--lengths", "16,64", "--max_tokens", "200", "--out", tmp_path / "r.json"]
     evaluate(eval_perplexity, checkpoint, *few)
     data = TokenData(read(tmp_path / "r.json")["data"], "val")
@@ -129,7 +161,8 @@ def test_loss_by_position_is_that_of_the_longest_windows(checkpoint, tmp_path):
     out = tmp_path / "r.json"
     evaluate(eval_perplexity, checkpoint, "--lengths", "32,200", "--out", out)
     result = read(out)
-    start, loss = result["loss_by_position"]["start"], result["loss_by_position"]["loss"]
+    assert "by_position" not in result["lengths"]["32"]
+    start, loss = (result["lengths"]["200"]["by_position"][name] for name in ("start", "loss"))
     assert len(start) == len(loss) == 128 and start[0] == 0 and start[-1] == 199
     widths = np.diff([*start, 200])
     assert set(widths) == {1, 2}
@@ -156,21 +189,47 @@ def test_default_lengths_are_1_to_16_times(run):
     assert list(read(run / "perplexity.json")["lengths"]) == ["32", "64", "128", "256", "512"]
 
 
+def test_what_is_asked_by_default_is_the_recipes(data_folder, tmp_path):
+    flags = ["--lengths=8x,300", "--read_tokens=1000", "--trials=3", "--seed=5", "--stop_at=1"]
+    run = run_training(data_folder, tmp_path / "run", *flags)
+    evaluate(eval_perplexity, run)
+    rows = read(run / "perplexity.json")["lengths"]
+    assert {length: row["tokens"] for length, row in rows.items()} == {"256": 768, "300": 900}
+    evaluate(eval_passkey, run)
+    result = read(run / "passkey.json")
+    assert [(n, row["trials"]) for n, row in result["lengths"].items()] == [("256", 3), ("300", 3)]
+    assert result["trial_seed"] == 5
+    # and flags change each of them
+    more = ["--lengths=9x", "--trials=4", "--seed=6", "--out", tmp_path / "r.json"]
+    evaluate(eval_passkey, run, *more)
+    result = read(tmp_path / "r.json")
+    assert result["trial_seed"] == 6 and list(result["lengths"]) == ["288"]
+    assert result["lengths"]["288"]["trials"] == 4
+    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "r.json"]
+    evaluate(eval_perplexity, run, *more)
+    assert read(tmp_path / "r.json")["lengths"]["32"]["tokens"] == 64
+
+
 def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, capsys):
     """YaRN and interpolation change what is read far out, and the result says which it was."""
     out, losses = tmp_path / "r.json", []
     lengths = ["--lengths", "32,256", "--out", out]
-    yarn = {"kind": "yarn", "factor": 4.0, "original_len": 32}
+    yarn = {"kind": "yarn", "factor": 4, "original_len": 32}
+    scale = "--rope_scaling"
     for flags, scaling in (
         ([], None),
-        (["--yarn_scale", "4"], yarn),
-        (["--yarn_scale", "4", "--yarn_temperature"], yarn | {"temperature": True}),
-        (["--pi_scale", "4", "--label", "stretched"], yarn | {"kind": "interpolate"}),
-        (["--yarn_scale", "1"], yarn | {"factor": 1.0}),
+        ([scale, "factor=4"], yarn),
+        ([scale, "kind=yarn", "factor=4", "temperature=true"], yarn | {"temperature": True}),
+        (
+            [scale, "kind=interpolate", "factor=4", "--label", "stretched"],
+            yarn | {"kind": "interpolate"},
+        ),
+        ([scale, "factor=1"], yarn | {"factor": 1}),
     ):
         evaluate(eval_perplexity, checkpoint, *lengths, *flags)
         result = read(out)
-        assert result["rope_scaling"] == scaling and result["pos_args"] == {}
+        recipe = result["recipe"]
+        assert recipe["rope_scaling"] == scaling and recipe["pos_args"] == {}
         assert result["label"] == ("stretched" if "--label" in flags else None)
         assert ("fope with {} {'kind'" in capsys.readouterr().out) == bool(flags)
         losses.append(result["lengths"]["256"]["loss"])
@@ -180,34 +239,42 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
 def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_path):
     out = tmp_path / "r.json"
     for flags, words in (
-        (["--yarn_scale", "0.5"], "argument --yarn_scale: must be at least 1"),
-        (["--pi_scale", "inf"], "and at most 1,000,000,000"),
-        (["--pi_scale", "2", "--yarn_scale", "2"], "give one of them"),
-        (["--yarn_temperature"], "goes with --yarn_scale"),
+        (["--rope_scaling", "factor=0.5"], "factor must be at least 1, not 0.5"),
+        (["--rope_scaling", "factor=inf"], "factor of --rope_scaling must be float, not 'inf'"),
+        (["--rope_scaling", "factor=Infinity"], "factor of --rope_scaling must be float, not inf"),
+        (["--rope_scaling", "kind=yarn", "kind=interpolate", "factor=2"], "each once"),
+        (["--rope_scaling", "kind=ntk", "factor=2"], "none of yarn, interpolate"),
+        (["--rope_scaling", "temperature=true"], "--rope_scaling needs a factor"),
         # a trained FoPE keeps its coefficients
         (["--pos_args", "sigma=0.9"], "not with sigma 0.9"),
-        (["--pos_args", "floor=False"], "floor must be true, false or"),
+        (["--pos_args", "floor=False"], "floor of fope must be bool or int, not 'False'"),
+        (["--pos_args", "gamma=3"], "fope has no keyword gamma"),
         (["--pos_args", "variant=paper", "variant=released"], "each once"),
     ):
         for main in (eval_perplexity.main, eval_passkey.main):
             refuses(main, [checkpoint, "--out", out, *flags], words)
     assert not out.exists()
     # nor may it take the place of the trained one's result
-    for flags in (["--yarn_scale", "2"], ["--pi_scale", "2"], ["--pos_args", "variant=released"]):
-        refuses(eval_perplexity.main, [checkpoint, *flags], "needs --out")
-    assert not (checkpoint / "perplexity.json").exists()
+    for flags in (
+        ["--rope_scaling", "factor=2"],
+        ["--rope_scaling", "kind=interpolate", "factor=2"],
+        ["--pos_args", "variant=released"],
+    ):
+        for main in (eval_perplexity.main, eval_passkey.main):
+            refuses(main, [checkpoint, *flags], "needs --out")
+    assert not list(checkpoint.glob("p*.json"))
 
 
 def window_loss_that_fails(monkeypatch, error):
     """At length 32 the losses that are returned here, beyond that the error."""
     losses = np.ones(32)
 
-    def window_loss(model, tokens, length, bar):
+    def window_loss(model, tokens, length, show):
         if length > 32:
             raise error
         return losses
 
-    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
+    monkeypatch.setattr(evaluation, "window_loss", window_loss)
     return losses
 
 
@@ -228,14 +295,15 @@ def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(
     assert read(out) == result
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), KeyError("a bug")])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, OSError])
 def test_a_bug_is_not_reported_as_a_length_that_does_not_fit(
-    checkpoint, tmp_path, monkeypatch, capsys, error
+    checkpoint, tmp_path, monkeypatch, capsys, kind
 ):
-    window_loss_that_fails(monkeypatch, error)
+    window_loss_that_fails(monkeypatch, kind("a bug"))
     out = tmp_path / "r.json"
-    with pytest.raises(type(error), match="a bug"):
-        evaluate(eval_perplexity, checkpoint, "--lengths", "32,64", "--out", out)
+    argv = [str(checkpoint), "--lengths", "32,64", "--out", str(out)]
+    with pytest.raises(kind, match="a bug"):
+        one_sentence_errors(eval_perplexity.main)(argv)
     assert "is skipped" not in capsys.readouterr().err and not out.exists()
 
 
@@ -243,9 +311,11 @@ def test_a_bug_in_the_passkey_task_comes_through(checkpoint, tmp_path, monkeypat
     def sample(self, length, rng):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(PasskeyTask, "sample", sample)
+    monkeypatch.setattr(Passkey, "sample", sample)
     out = tmp_path / "r.json"
-    refuses(eval_passkey.main, [checkpoint, "--lengths", "256", "--out", out], "error: a bug")
+    argv = [str(checkpoint), "--lengths", "256", "--out", str(out)]
+    with pytest.raises(ValueError, match="a bug"):
+        one_sentence_errors(eval_passkey.main)(argv)
     assert "is skipped" not in capsys.readouterr().err and not out.exists()
 
 
@@ -266,10 +336,11 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
     if name == "gpt2":
         need_gpt2()
     encoding = load_tokenizer(name, data_folder)
-    rng = np.random.default_rng(0)
-    for depth in (0.0, 0.5, 0.999, None):
-        tokens, n_answer, depth = PasskeyTask(encoding).sample(length, rng, key=90817, depth=depth)
-        assert tokens.shape == (length,)
+    drawn = np.random.default_rng(0).random()
+    for depth in (0.0, 0.5, 0.999, drawn):
+        rng = SimpleNamespace(integers=lambda low, high: 90817, random=lambda d=depth: d)
+        tokens, n_answer, said = Passkey(encoding.encode_ordinary).sample(length, rng)
+        assert tokens.shape == (length,) and said == depth
         lines = encoding.decode(tokens.tolist()).split("\n")
         assert lines == YARN.format(before=lines[1], after=lines[3], key=90817).split("\n")
         endless = " ".join([FILLER] * 100)
@@ -280,8 +351,22 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
         assert n_answer == 5 or name == "gpt2"
 
 
+def test_keys_have_five_digits_and_depths_are_uniform(task):
+    """They are drawn, in this order, from the given generator alone."""
+    keys, depths = [], []
+    rng, again = np.random.default_rng(0), np.random.default_rng(0)
+    for _ in range(500):
+        sentence, answer = task.needle(rng)
+        keys.append(int(answer))
+        assert answer == f" {keys[-1]}" and sentence.count(answer) == 2
+        depths.append(rng.random())
+        assert task.sample(200, again)[2] == depths[-1]
+    assert len(set(keys)) > 450 and 10000 <= min(keys) < 12000 and 98000 < max(keys) < 100000
+    assert set(np.histogram(depths, bins=10, range=(0, 1))[0]) <= set(range(30, 75))
+
+
 def test_prompt_that_does_not_fit_is_refused(task):
-    with pytest.raises(DoesNotFit, match="does not fit 60"):
+    with pytest.raises(Refused, match="does not fit 60"):
         task.sample(60, np.random.default_rng(0))
     shortest = 1 + next(n for n in range(60, 999) if fits(task, n))
     assert task.sample(shortest, np.random.default_rng(0))[0].shape == (shortest,)
@@ -290,7 +375,7 @@ def test_prompt_that_does_not_fit_is_refused(task):
 def fits(task, n):
     try:
         return task.sample(n, np.random.default_rng(0)) is not None
-    except DoesNotFit:
+    except Refused:
         return False
 
 
@@ -314,12 +399,12 @@ class Oracle(torch.nn.Module):
 def test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0(task, generate):
     rng = np.random.default_rng((0, 200))
     sequences = [torch.from_numpy(task.sample(200, rng)[0]) for _ in range(20)]
-    knows = passkey_accuracy(Oracle(sequences, 512), task, 200, 20, generate=generate)
+    knows = task_accuracy(Oracle(sequences, 512), task, 200, 20, generate=generate)
     assert knows["accuracy"] == knows["token_accuracy"] == 1.0 and knows["answer_nll"] < 0.1
     assert sum(knows["trials_by_depth"]) == 20
     assert set(knows["accuracy_by_depth"]) <= {1.0, None}
     if not generate:  # a wrong first token leads the oracle off the sequences it knows
-        wrong = passkey_accuracy(Oracle(sequences, 512, shift=1), task, 200, 20)
+        wrong = task_accuracy(Oracle(sequences, 512, shift=1), task, 200, 20)
         assert wrong["accuracy"] == wrong["token_accuracy"] == 0.0
         assert wrong["answer_nll"] > 9
 
@@ -347,7 +432,7 @@ class OwnAnswers:
 @pytest.mark.parametrize("name", ["bpe:512", "byte"])
 def test_one_pass_agrees_with_generation(name, pos_name, data_folder):
     encoding = load_tokenizer(name, data_folder)
-    task = PasskeyTask(encoding)
+    task = Passkey(encoding.encode_ordinary)
     length = next(n for n in range(60, 999) if fits(task, n)) + 20
     torch.manual_seed(0)
     shape = dict(vocab_size=encoding.n_vocab, n_layer=1, n_head=2, n_embd=32)
@@ -355,7 +440,7 @@ def test_one_pass_agrees_with_generation(name, pos_name, data_folder):
     for p in model.parameters():  # as if trained: an untrained model says one token over and over
         torch.nn.init.normal_(p, std=0.5)
     once, decoded = (
-        passkey_accuracy(model, OwnAnswers(task, model), length, 12, generate=generate)
+        task_accuracy(model, OwnAnswers(task, model), length, 12, generate=generate)
         for generate in (False, True)
     )
     assert once == decoded
@@ -371,7 +456,8 @@ def test_passkey_command(checkpoint, tmp_path, capsys):
     assert list(result["lengths"]) == ["256", "300"]
     assert "does not fit 64" in result["skipped"]["64"]
     assert "length 64 is skipped: the prompt without any filler has" in capsys.readouterr().err
-    assert result["training"]["passkey_frac"] == 0 and result["lengths"]["256"]["trials"] == 5
+    assert (result["recipe"]["task"], result["recipe"]["task_share"]) == ("", 0.0)
+    assert result["kind"] == "passkey" and result["lengths"]["256"]["trials"] == 5
     evaluate(eval_passkey, checkpoint, *flags, "--out", again)
     assert read(again)["lengths"] == result["lengths"]
 
@@ -393,6 +479,8 @@ def test_wilson_interval():
         (["nowhere"], ("there is no file",)),
         (["CHECKPOINT", "--lengths", "128,x"], ("--lengths",)),
         (["CHECKPOINT", "--lengths", "0"], ("--lengths",)),
+        (["CHECKPOINT", "--lengths", "0x"], ("--lengths",)),
+        (["CHECKPOINT", "--lengths", "1.5x"], ("--lengths",)),
         (["CHECKPOINT", "--lengths", "9000000"], ("too few for one window of 9,000,000",)),
         (["CHECKPOINT", "--lengths", "1000000000"], ("--lengths",)),
         (["CHECKPOINT", "--device", "gpu"], ("--device must be cpu", "not gpu")),

@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import ROOT, need_gpt2, refuses, run_training, write_text
 
-import plot
 from checkpoint import load_checkpoint, load_run, with_pos
-from data import EOT, load_tokenizer
-from eval_passkey import PasskeyTask, passkey_accuracy
-from eval_perplexity import window_loss
+from common import Refused
+from data import EOT, Passkey, load_tokenizer
+from evaluation import task_accuracy, window_loss
+from paper import plot
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
         (random_llama(), "rope", {"sigma": 1}, "sigma"),
         (random_llama(), "alibi", {"rope_scaling": YARN}, "alibi"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(Refused, match=words):
             swap_position_embedding(model, pos, 40, **kwargs)
         assert not isinstance(model, hf.swap.SwappedLlama)
         logits(model, tokens(1, 30))
@@ -185,16 +185,16 @@ def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
 
 def test_a_swapped_model_is_not_left_without_positions(tmp_path):
     model = swap_position_embedding(random_llama(), "fope", 40, rope_scaling=YARN)
-    with pytest.raises(ValueError, match="sdpa"):
+    with pytest.raises(Refused, match="sdpa"):
         model.set_attn_implementation("sdpa")
     before, ids = logits(model, tokens(1, 60)), tokens(1, 60)
-    with pytest.raises(ValueError, match="sigma"):
+    with pytest.raises(Refused, match="sigma"):
         swap_position_embedding(model, "fope", 40, sigma=0.5)
     assert torch.equal(logits(model, ids), before)
     again = swap_position_embedding(model, "fope", 40)  # what was given to it stays
     assert torch.equal(logits(again, ids), before)
     random_llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no swapped model"):
+    with pytest.raises(Refused, match="no swapped model"):
         hf.swap.load(tmp_path)
 
 
@@ -230,7 +230,8 @@ def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path
 def test_a_swap_after_the_export_is_that_of_train_py(data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", "--pos=rope")
     fope = dict(pos="fope", pos_args={"cap": False, "sigma": 0.0}, train_len=64)
-    ours = with_pos(load_checkpoint(run)[0], **fope)
+    rope = load_checkpoint(run)[0]
+    ours = with_pos(rope, rope.config.changed(**fope))
     theirs = swap_position_embedding(export(run, tmp_path / "exported"), "fope", 64, sigma=0.0)
     ids = torch.randint(512, (2, 100))
     torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
@@ -437,21 +438,22 @@ def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
     argv = [checkpoint, "--text", text, "--passkeys", 8, "--lengths", "224,448"]
     argv += ["--out", tmp_path / "out", "--device", "cpu"]
     benchmark.main(list(map(str, argv)))
-    model, metadata, _ = load_run(checkpoint)
-    encoding = load_tokenizer(metadata["tokenizer"], checkpoint)
+    model, _, _ = load_run(checkpoint)
+    encoding = load_tokenizer(model.config.tokenizer, checkpoint)
     ids = np.array(encoding.encode_ordinary(text.read_text()))
     n = (len(ids) - 1) // 448 * 448
     for kind in ("perplexity", "passkey"):
         (path,) = (tmp_path / "out").glob(f"*_{kind}.json")
         result = json.loads(path.read_text())
-        assert (result["pos"], result["train_len"]) == ("fope", 32)
+        assert (result["recipe"]["pos"], result["recipe"]["train_len"]) == ("fope", 32)
+        assert result["recipe"]["tokenizer"] == "bpe:512" and "tokens" not in result["recipe"]
         assert result["label"] == checkpoint.name  # two models may have one embedding
         for length, row in result["lengths"].items():
             if kind == "perplexity":
                 loss = window_loss(model, ids[: n + 1], int(length)).mean()
                 assert row["loss"] == pytest.approx(loss, abs=1e-5) and row["tokens"] == n
             else:
-                expected = passkey_accuracy(model, PasskeyTask(encoding), int(length), 8)
+                expected = task_accuracy(model, Passkey(encoding.encode_ordinary), int(length), 8)
                 for name in ("accuracy", "token_accuracy", "answer_nll", "trials"):
                     assert row[name] == pytest.approx(expected[name], abs=1e-4)
     plot.main([*map(str, (tmp_path / "out").glob("*.json")), "--out", str(tmp_path / "figure")])

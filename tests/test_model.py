@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -18,14 +18,16 @@ from conftest import ROOT
 import model as model_file
 from baselines import POSITION_EMBEDDINGS
 from checkpoint import load_checkpoint, save_checkpoint, with_pos
+from common import Refused
 from fope import RoPE
 from model import GPT, GPTConfig, linear_cross_entropy, loss_and_gradient
+from recipe import RECIPES, Recipe
 
 
 def small(pos="fope", **kwargs):
     fields = dict(pos=pos, train_len=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32)
     fields |= dict(head_dim=16)
-    return GPT(GPTConfig(**{**fields, **kwargs}))
+    return GPT(Recipe(**{**fields, **kwargs}))
 
 
 def tokens(B=2, T=24, vocab_size=50):
@@ -177,17 +179,17 @@ def test_sampling_follows_its_own_generator_and_top_k():
 )
 def test_presets_have_the_papers_sizes(name, millions):
     with torch.device("meta"):
-        model = GPT(GPTConfig.preset(name, pos="rope"))
+        model = GPT(RECIPES[name].changed(pos="rope"))
     close = 0.5 if millions > 100 else 0.05
     assert model.num_params() / 1e6 == pytest.approx(millions, abs=close)
     sigma = {"180M": {"sigma": 0.4}, "1.2B": {"sigma": 0.6}}.get(name, {})
-    assert GPTConfig.preset(name).pos_args == sigma
-    assert GPTConfig.preset(name, pos="rope").pos_args == {}
+    assert RECIPES[name].pos == "fope" and RECIPES[name].pos_args == sigma
+    assert RECIPES[name].changed(pos="rope").pos_args == {}
 
 
 @pytest.mark.parametrize("name, std", [("tiny", 0.05), ("20M", 0.02)])
 def test_weights_start_normal_and_cut_off(name, std):
-    model = GPT(GPTConfig.preset(name, pos="rope", vocab_size=2048))
+    model = GPT(RECIPES[name].changed(pos="rope", vocab_size=2048))
     first, last = model.blocks[0], model.blocks[-1]
     for layer in (model.embed, model.head, last.attn.qkv, first.mlp.down):
         assert layer.weight.abs().max() <= 3 * std
@@ -232,19 +234,12 @@ def test_theta_is_that_of_the_frequencies_and_of_yarn():
     assert pos.train_len == 512
 
 
-def test_what_an_embedding_does_not_take_is_refused_with_a_sentence():
-    scaling = {"kind": "yarn", "factor": 2.0, "original_len": 16}
-    for pos, kwargs, words in (
-        ("xpos", {}, "known: nope, alibi, rope, fope, kerple, fire, rope_a"),
-        ("rope", {"pos_args": {"sigma": 1}}, "'rope' does not take {'sigma': 1}: "),
-        ("fope", {"pos_args": {"sigma": "0.3"}}, "'fope' does not take {'sigma': '0.3'}: "),
-        ("fope", {"pos_args": {"n_freq": 3.5}}, "'fope' does not take {'n_freq': 3.5}: "),
-        ("alibi", {"rope_scaling": scaling}, "'alibi' does not take {'kind': 'yarn', "),
-        ("rope", {"rope_scaling": {"kind": "yarn"}}, "'rope' does not take {'kind': 'yarn'}: "),
-    ):
-        with pytest.raises(ValueError) as info:
-            small(pos, **kwargs)
-        assert words in str(info.value) and "\n" not in str(info.value)
+def test_a_model_needs_no_more_than_a_gptconfig():
+    """A Recipe is one; what else it holds changes nothing of the model."""
+    names = asdict(GPTConfig())
+    recipe = replace(small().config, lr=1.0, tokens=1)
+    config = GPTConfig(**{name: getattr(recipe, name) for name in names})
+    assert torch.equal(GPT(config)(tokens()), GPT(recipe)(tokens()))
 
 
 # --- another embedding for trained weights
@@ -252,14 +247,14 @@ def test_what_an_embedding_does_not_take_is_refused_with_a_sentence():
 
 def test_another_embedding_for_trained_weights():
     old, x = small("rope", seed=4), tokens()
-    new = with_pos(old, pos="fope", train_len=32)
+    new = with_pos(old, replace(old.config, pos="fope", train_len=32))
     assert new.config.pos == "fope" and new.config.train_len == 32 and old.config.pos == "rope"
     assert torch.equal(new.blocks[1].attn.qkv.weight, old.blocks[1].attn.qkv.weight)
     assert torch.equal(new.head.weight, old.head.weight) and not torch.equal(new(x), old(x))
-    again = with_pos(new, train_len=64)
+    again = with_pos(new, replace(new.config, train_len=64))
     new_coef, again_coef = (m.blocks[1].attn.pos.cos_coef for m in (new, again))
     assert torch.equal(again_coef[:, :2, :2], new_coef)
-    same = with_pos(new, seed=9)  # other draws, but none is needed
+    same = with_pos(new, replace(new.config, seed=9))  # other draws, but none is needed
     assert torch.equal(same(x), new(x))
 
 
@@ -270,7 +265,7 @@ INTERPOLATION = {"kind": "interpolate", "factor": 2.0, "original_len": 16}
 def test_scaled_frequencies_for_trained_weights(name):
     """The embedding keeps all that it has and turns more slowly."""
     old, x = small(name, seed=4), tokens()
-    new = with_pos(old, rope_scaling=INTERPOLATION, train_len=32)
+    new = with_pos(old, replace(old.config, rope_scaling=INTERPOLATION, train_len=32))
     pos, slow = (m.blocks[1].attn.pos for m in (old, new))
     assert slow.train_len == 16 and torch.equal(slow.freqs, pos.freqs)
     cos, slow_cos = pos.tables(12)[0], slow.tables(23)[0]
@@ -280,8 +275,25 @@ def test_scaled_frequencies_for_trained_weights(name):
 
 @pytest.mark.parametrize("name", ["nope", "alibi", "kerple", "fire"])
 def test_frequencies_are_not_scaled_where_there_are_none(name):
-    with pytest.raises(ValueError, match=f"'{name}' does not take"):
-        with_pos(small(name), rope_scaling=INTERPOLATION)
+    model = small(name)
+    with pytest.raises(Refused, match=f"{name} has no frequencies that --rope_scaling could lower"):
+        with_pos(model, replace(model.config, rope_scaling=INTERPOLATION))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"pos": "xpos"}, "known: nope, alibi, rope, fope, kerple, fire, rope_a"),
+        ({"pos_args": {"sigma": 0.4}}, "fope: coefficients were drawn with sigma 0.3"),
+        ({"pos_args": {"alpha": 1}}, "fope has no keyword alpha"),
+        ({"pos_args": {"n_freq": 0}}, "fope: n_freq is 0, but 1 frequencies are kept"),
+    ],
+)
+def test_what_trained_weights_cannot_take_is_refused_with_a_sentence(changes, words):
+    model = small()
+    with pytest.raises(Refused) as info:
+        with_pos(model, replace(model.config, **changes))
+    assert words in str(info.value) and "\n" not in str(info.value)
 
 
 def test_weights_loaded_into_a_model_that_has_read_are_those_it_reads_with():
@@ -315,8 +327,8 @@ def test_an_embedding_is_one_class_and_one_registry_line(monkeypatch, tmp_path):
 def test_checkpoint_round_trip(pos_name, tmp_path):
     model, x = small(pos_name, seed=3), tokens()
     save_checkpoint(tmp_path, model, {"data": "here"}, step=7)
-    loaded, metadata, state = load_checkpoint(tmp_path)
-    assert loaded.config == model.config and metadata == {"data": "here"} and state["step"] == 7
+    loaded, about, state = load_checkpoint(tmp_path)
+    assert loaded.config == model.config and about == {"data": "here"} and state["step"] == 7
     weights = model.state_dict().items(), loaded.state_dict().items()
     for (name, a), (_, b) in zip(*weights, strict=True):
         assert torch.equal(a, b), name
@@ -367,37 +379,42 @@ def damage(path, how):
             "config with an unknown field": ("hidden_size", 3),
             "config with another size": ("n_embd", 64),
         }[how]
-        state["config"]["model"][field] = value
+        state["config"]["recipe"][field] = value
         torch.save(state, path)
 
 
+DAMAGED, MISFIT = "is damaged", "does not fit this code, which may have changed since"
+
+
 @pytest.mark.parametrize(
-    "how",
+    "how, words",
     [
-        "truncated",
-        "bit flip",
-        "empty",
-        "missing",
-        "pickle bomb",
-        "zipped pickle bomb",
-        "another model",
-        "another model with our config",
-        "no config",
-        "config of another project",
-        "config with a wrong type",
-        "config with an unknown embedding",
-        "config with an unknown field",
-        "config with another size",
+        ("truncated", DAMAGED),
+        ("bit flip", DAMAGED),
+        ("empty", DAMAGED),
+        ("missing", "there is no checkpoint"),
+        ("pickle bomb", DAMAGED),
+        ("zipped pickle bomb", DAMAGED),
+        ("another model", DAMAGED),
+        ("another model with our config", f"{MISFIT}: without blocks.0.attn.pos.cos_coef"),
+        ("no config", DAMAGED),
+        ("config of another project", DAMAGED),
+        ("config with a wrong type", "n_layer"),
+        ("config with an unknown embedding", "known: nope, alibi, rope, fope"),
+        ("config with an unknown field", "hidden_size"),
+        ("config with another size", f"{MISFIT}: of another shape blocks.0.attn.proj.weight"),
     ],
 )
-def test_damaged_checkpoint_is_refused_with_a_sentence(how, tmp_path, monkeypatch):
+def test_damaged_checkpoint_is_refused_with_a_sentence(how, words, tmp_path, monkeypatch):
+    """One that is whole, but does not fit, is not called damaged: it says what does not fit."""
     monkeypatch.chdir(tmp_path)
     save_checkpoint(tmp_path, small())
     damage(tmp_path / "checkpoint.pt", how)
-    with pytest.raises((ValueError, OSError)) as info:
+    with pytest.raises(Refused) as info:
         load_checkpoint(tmp_path)
     message = str(info.value)
     assert str(tmp_path) in message and "\n" not in message
+    assert words in message and (DAMAGED not in message or MISFIT not in words)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -406,22 +423,23 @@ def test_config_json_is_a_copy_for_people(tmp_path):
     model = small("rope", seed=3)
     save_checkpoint(tmp_path, model, {"data": "here"}, step=7)
     content = json.loads((tmp_path / "config.json").read_text())
-    assert content == {"model": asdict(model.config), "data": "here"}
-    for damaged in ("{", '{"model": {"n_layer": 3}}', None):
+    assert content == {"recipe": asdict(model.config), "data": "here"}
+    for damaged in ("{", '{"recipe": {"n_layer": 3}}', None):
         (tmp_path / "config.json").unlink()
         if damaged:
             (tmp_path / "config.json").write_text(damaged)
-        loaded, metadata, _ = load_checkpoint(tmp_path)
-        assert loaded.config == model.config and metadata == {"data": "here"}
+        loaded, about, _ = load_checkpoint(tmp_path)
+        assert loaded.config == model.config and about == {"data": "here"}
 
 
 # --- memory
 
 MEASURE = """
 import resource, torch
-from model import GPT, GPTConfig
-from eval_perplexity import window_loss
-model = GPT(GPTConfig.preset("60M", pos="{pos}", n_layer=2))
+from model import GPT
+from evaluation import window_loss
+from recipe import RECIPES
+model = GPT(RECIPES["60M"].changed(pos="{pos}", n_layer=2))
 window_loss(model, torch.randint(50257, (8193,)).numpy(), 8192)
 left_out = 6 * sum(p.numel() * 4 for p in model.blocks[0].parameters())  # bytes
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + left_out / 2**30)

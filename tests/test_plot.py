@@ -1,12 +1,12 @@
-"""The figures and tables that plot.py makes of result files."""
+"""The figures and tables that paper/plot.py makes of result files."""
 
 import json
 
 import matplotlib.image
 from conftest import refuses
 
-import plot
-import tables
+from paper import plot, tables
+from paper.results import load_results
 
 
 def result_file(folder, kind, pos, seed, value):
@@ -70,7 +70,7 @@ def test_panels_of_two_corpora_span_the_same_factor(tmp_path):
         result = json.loads(path.read_text()) | {"data": f"data/{corpus}", "seed": 0}
         files.append(tmp_path / f"{i}.json")
         files[-1].write_text(json.dumps(result))
-    books, c4 = plot.figure_length(tables.load_results(files)).axes
+    books, c4 = plot.figure_length(load_results(files)).axes
     (low, high), (other_low, other_high) = books.get_ylim(), c4.get_ylim()
     assert high / low > 4 and abs(high / low - other_high / other_low) < 1e-9
     assert other_low < 200 and other_high > 240
@@ -80,7 +80,7 @@ def test_a_gathered_file_is_read_as_its_parts(tmp_path, capsys):
     files = [result_file(tmp_path, "passkey", "rope", seed, 0.5) for seed in range(3)]
     gathered = tmp_path / "gathered.json"
     gathered.write_text(json.dumps([json.loads(path.read_text()) for path in files]))
-    assert tables.load_results([gathered]) == tables.load_results(files)
+    assert load_results([gathered]) == load_results(files)
     plot.main([str(gathered)])
     assert (tmp_path / "gathered.png").exists() and "| RoPE | 3 | 50 ± 0" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-import tables
+from paper import results, tables
 
 NAMES = ("RoPE", "FoPE", "ALiBi")
 TEXTS = ["README.md", "results/README.md", "assignments/README.md"]
@@ -28,7 +28,7 @@ def test_links_to_lines_show_the_code_they_quote():
 @pytest.mark.parametrize("text", [*TEXTS[:2], "docs/index.html"])
 def test_tables_are_those_of_the_committed_results(text):
     assert "<!-- table " in read(text)
-    how = "python plot.py --tables README.md results/README.md docs/index.html"
+    how = "python -m paper.plot --tables README.md results/README.md docs/index.html"
     assert tables.fill_tables(read(text), ROOT / "results") == read(text), f"run {how}"
 
 
@@ -40,13 +40,13 @@ def test_every_gathered_result_is_in_the_report():
 
 def test_the_headline_is_the_reports():
     """The mean perplexities at 16x, as the first paragraph has them."""
-    results = tables.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
-    ends = [tables.seed_stats(results[label], "perplexity")[1][-1] for label in NAMES]
+    found = results.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
+    ends = [results.seed_stats(found[label], "perplexity")[1][-1] for label in NAMES]
     rope, fope, alibi = (f"{end:.1f}" for end in ends)
     sentence = f"RoPE ends at a perplexity of {rope}, FoPE at {fope}, ALiBi at {alibi} ("
     assert sentence in " ".join(read("README.md").split("## Quickstart")[0].split())
-    results = tables.load_results([ROOT / "results" / "figure5_20M_cpu.json"])
-    on_books = results["perplexity on books"]
+    found = results.load_results([ROOT / "results" / "figure5_20M_cpu.json"])
+    on_books = found["perplexity on books"]
     ends = [on_books[name][0]["lengths"][8192]["perplexity"] for name in NAMES]
     sentence = "at 16x RoPE's perplexity is {:.0f}, FoPE's {:.0f}, ALiBi's {:.0f};".format(*ends)
     assert sentence in read("README.md")

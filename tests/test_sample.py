@@ -9,7 +9,8 @@ from conftest import refuses
 import sample
 from checkpoint import load_checkpoint, save_checkpoint
 from data import load_tokenizer
-from model import GPT, GPTConfig
+from model import GPT
+from recipe import Recipe
 
 
 def text_of(capsys, checkpoint, *flags):
@@ -35,7 +36,8 @@ def test_the_seed_decides_and_one_likely_token_is_greedy(checkpoint, capsys):
 
 def byte_model(folder, sequence):
     """A run whose model says these bytes one after the other, whatever it has read before."""
-    model = GPT(GPTConfig(pos="nope", train_len=8, vocab_size=257, n_layer=1, n_head=1, n_embd=384))
+    shape = dict(train_len=8, vocab_size=257, n_layer=1, n_head=1, n_embd=384)
+    model = GPT(Recipe(pos="nope", tokenizer="byte", **shape))
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -43,8 +45,7 @@ def byte_model(folder, sequence):
         model.embed.weight[:257, :257] = torch.eye(257)
         for token, following in itertools.pairwise(sequence):
             model.head.weight[following, token] = 9.0
-    metadata = {"tokenizer": "byte", "data": "", "training": {}}
-    save_checkpoint(folder, model, metadata, step=0, optimizer={})
+    save_checkpoint(folder, model, step=0, optimizer={})
     return folder
 
 
@@ -69,3 +70,8 @@ def test_bad_arguments_are_refused_with_a_sentence(checkpoint, flags, words):
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     refuses(sample.main, [tmp_path], "there is no checkpoint in")
+
+
+def test_a_model_without_a_run_is_refused(tmp_path):
+    save_checkpoint(tmp_path, load_checkpoint(byte_model(tmp_path, b"ab"))[0])
+    refuses(sample.main, [tmp_path], "not one that train.py wrote")

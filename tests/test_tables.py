@@ -1,4 +1,4 @@
-"""The statistics and Markdown tables that tables.py makes of result files."""
+"""The statistics and Markdown tables that paper/ makes of result files."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from conftest import ROOT
 from scipy import stats
 from test_plot import result_file
 
-import paper
-import plot
-import tables
+from paper import plot, tables
+from paper import results as res
+from paper.figures import FIGURES, PRIMARY
 
 
 def write(path, results):
@@ -35,14 +35,14 @@ def test_differences_are_paired_by_seed_with_a_t_interval(tmp_path):
     """Seeds that vary by 1 nat, and a difference that varies by a hundredth of it."""
     fope, rope = [1.0, 2.0, 3.0, 9.0], [1.11, 2.10, 3.09]
     path = write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": fope, "RoPE": rope}))
-    table = tables.markdown_table(tables.load_results([path]))
+    table = tables.markdown_table(res.load_results([path]))
     half = stats.ttest_rel(rope, fope[:3]).confidence_interval(0.95).high - 0.1
     assert f"| RoPE | 3 | +0.100 ± {half:.3f} |" in table and "minus FoPE, nats" in table
     # nothing to pair with, or one seed alone: no differences
-    assert "minus" not in tables.markdown_table(tables.load_results([path]), to="ALiBi")
+    assert "minus" not in tables.markdown_table(res.load_results([path]), to="ALiBi")
     single = evaluations(tmp_path, {"FoPE": fope[:1], "RoPE": rope[:1]})
     path = write(tmp_path / "b.json", single)
-    assert "minus" not in tables.markdown_table(tables.load_results([path]))
+    assert "minus" not in tables.markdown_table(res.load_results([path]))
 
 
 def test_where_all_are_equal_there_is_no_interval(tmp_path):
@@ -52,7 +52,7 @@ def test_where_all_are_equal_there_is_no_interval(tmp_path):
             path = result_file(tmp_path, "passkey", pos, seed, 1.0)
             results.append(json.loads(path.read_text()))
     path = write(tmp_path / "a.json", results)
-    table = tables.markdown_table(tables.load_results([path]))
+    table = tables.markdown_table(res.load_results([path]))
     assert "| RoPE | 3 | 0 | 0 |" in table and "minus FoPE, % of tokens" in table
 
 
@@ -75,7 +75,7 @@ def test_models_that_do_not_copy_can_be_left_out(tmp_path):
 def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
     results = evaluations(tmp_path, {"FoPE": [1.0, 1.2], "RoPE": [1.1, 1.3]}, data="books")
     results += evaluations(tmp_path, {"FoPE": [1.5, 1.7], "RoPE": [1.7, 1.9]}, data="c4")
-    found = tables.load_results([write(tmp_path / "a.json", results)])
+    found = res.load_results([write(tmp_path / "a.json", results)])
     kinds = ["perplexity on books", "perplexity on c4", "perplexity on c4 / on books"]
     assert [kind for kind in found if found[kind]] == kinds
     table = tables.markdown_table(found)
@@ -99,7 +99,7 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
         write(tmp_path / f"{name}.json", evaluations(tmp_path, losses))
         comparisons.append((name, "perplexity", "loss", "RoPE", "FoPE", 2))
         expected[name] = stats.ttest_rel(losses["RoPE"], losses["FoPE"])
-    rows = tables.compare(comparisons, tmp_path)
+    rows = res.compare(comparisons, tmp_path)
     ordered = sorted(rows, key=lambda row: row["p"])
     running = 0.0
     for row, factor in zip(ordered, (3, 2, 1), strict=True):
@@ -112,17 +112,17 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
 
 
 def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
-    assert len(set(paper.PRIMARY)) == len(paper.PRIMARY) <= 10
-    for figure, kind, _, label, to, multiple in paper.PRIMARY:
-        models = {m.label or tables.NAMES.get(m.name) for m in paper.FIGURES[figure].models}
+    assert len(set(PRIMARY)) == len(PRIMARY) <= 10
+    for figure, kind, _, label, to, multiple in PRIMARY:
+        models = {m.label or res.NAMES.get(m.name) for m in FIGURES[figure].models}
         assert {label, to} <= models and multiple in (1, 2, 4, 8, 16)
-        assert (kind == "passkey") <= ("passkey" in paper.FIGURES[figure].kinds)
+        assert (kind == "passkey") <= ("passkey" in FIGURES[figure].kinds)
 
 
 @pytest.mark.skipif(not (ROOT / "results" / "primary.json").exists(), reason="not all are measured")
 def test_the_committed_comparisons_are_those_of_the_committed_results():
     committed = json.loads((ROOT / "results" / "primary.json").read_text())
-    again = tables.compare(paper.PRIMARY, ROOT / "results")
+    again = res.compare(PRIMARY, ROOT / "results")
     for row, new in zip(committed, again, strict=True):
         assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}
 

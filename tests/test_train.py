@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -24,11 +24,17 @@ from conftest import (
     write_text,
 )
 
+import common
+import data
+import eval_passkey
+import eval_perplexity
 import model
 import prepare_data
 import train
-from checkpoint import load_checkpoint
-from fope import above_floor, rope_freqs
+from checkpoint import load_checkpoint, load_run
+from common import one_sentence_errors
+from fope import POSITION_EMBEDDINGS, FoPE, NoPE, RoPE, above_floor, rope_freqs
+from recipe import RECIPES
 from train import learning_rate
 
 # --- schedule and recipes
@@ -43,36 +49,39 @@ def test_schedule():
 
 
 def parsed(*flags):
-    return train.parse_args(["--data", "x", "--out", "y", *flags])
+    """The recipe of a new run with these flags."""
+    _, given = train.parse_args(["--out", "y", *flags])
+    return RECIPES[given.get("preset", "tiny")].changed(**given).check().resolved()
 
 
 @pytest.mark.parametrize("preset", ["20M", "60M", "180M", "1.2B"])
 def test_defaults_are_the_papers_from_20M_up(preset):
-    args = parsed("--preset", preset)
-    assert (args.train_len, args.tokens, args.batch_size, args.lr) == (512, 10**10, 1024, 6e-4)
-    assert (args.weight_decay, args.passkey_frac) == (0.1, 0.0)
-    assert train.plan_steps(args) == 19074 and args.warmup_steps == 10_000
-    args = parsed("--preset", preset, "--tokens=100_000_000_000")
-    assert train.plan_steps(args) == 190735 and args.warmup_steps == 10_000
-    args = parsed("--preset", preset, "--train_len=2048")  # fewer than 10,000 steps
-    assert train.plan_steps(args) == 4769 and args.warmup_steps == 238
+    recipe = parsed("--preset", preset)
+    numbers = recipe.train_len, recipe.tokens, recipe.batch_size, recipe.lr
+    assert numbers == (512, 10**10, 1024, 6e-4)
+    assert (recipe.weight_decay, recipe.task, recipe.task_share) == (0.1, "", 0.0)
+    assert recipe.n_steps == 19074 and recipe.warmup_steps == 10_000
+    recipe = parsed("--preset", preset, "--tokens=100_000_000_000")
+    assert recipe.n_steps == 190735 and recipe.warmup_steps == 10_000
+    recipe = parsed("--preset", preset, "--train_len=2048")  # fewer than 10,000 steps
+    assert recipe.n_steps == 4769 and recipe.warmup_steps == 238
 
 
 def test_tiny_recipes_and_their_models():
     """Text and passkeys have one shape of model."""
-    vocabulary = SimpleNamespace(meta={"vocab_size": 257})
-    text = dict(train_len=128, tokens=512_000, batch_size=8, lr=2e-3, passkey_frac=0.0)
-    passkey = text | dict(tokens=1_024_000, batch_size=4, lr=7e-4, passkey_frac=1.0)
-    for preset, recipe in (("tiny", text), ("tiny_passkey", passkey)):
-        args = parsed("--preset", preset)
-        assert {name: getattr(args, name) for name in recipe} == recipe
-        config = train.new_model(args, vocabulary).config
+    text = dict(train_len=128, tokens=512_000, batch_size=8, lr=2e-3, task="", task_share=0.0)
+    passkey = dict(tokens=1_024_000, batch_size=4, lr=7e-4, task="passkey", task_share=1.0)
+    for preset, expected in (("tiny", text), ("tiny_passkey", text | passkey)):
+        recipe = parsed("--preset", preset)
+        assert {name: getattr(recipe, name) for name in expected} == expected
+        config = train.new_model(replace(recipe, vocab_size=257), None).config
         shape = config.n_layer, config.n_head, config.head_dim, config.n_embd
         assert shape == (4, 4, 64, 128)
         assert config.init_std == 0.05 and config.train_len == 128
-    flags = ["--n_head=2", "--tokens=5000", "--passkey_frac=0.5", "--eval_tokens=600"]
-    args = parsed("--preset=tiny", *flags)
-    assert (args.n_head, args.tokens, args.passkey_frac, args.eval_tokens) == (2, 5000, 0.5, 600)
+    flags = ["--n_head=2", "--tokens=5000", "--task=passkey", "--task_share=0.5"]
+    recipe = parsed("--preset=tiny", *flags, "--eval_tokens=600")
+    assert (recipe.n_head, recipe.tokens, recipe.eval_tokens) == (2, 5000, 600)
+    assert (recipe.task, recipe.task_share) == ("passkey", 0.5)
     # why a head_dim of 64: frequencies above the floor
     assert [len(above_floor(rope_freqs(d), 128)) for d in (32, 64)] == [6, 11]
 
@@ -90,8 +99,8 @@ NOTE = "note: of FoPE's 16 series 9 have a frequency of their own, 7 are of nois
     ],
 )
 def test_a_new_fope_with_series_of_noise_alone_is_noted(capsys, flags, noted):
-    vocabulary = SimpleNamespace(meta={"vocab_size": 257})
-    train.new_model(parsed("--n_head=1", "--head_dim=64", "--n_layer=1", *flags), vocabulary)
+    recipe = parsed("--n_head=1", "--head_dim=64", "--n_layer=1", *flags)
+    train.new_model(replace(recipe, vocab_size=257), None)
     assert (NOTE in capsys.readouterr().out) == noted
 
 
@@ -129,6 +138,32 @@ def test_resume_is_bit_exact(data_folder, pos_name, tmp_path):
     resumed = run_training(data_folder, tmp_path / "b", *flags, "--resume")
     assert same(weights(at_once), weights(resumed))
     assert untimed_log(at_once) == untimed_log(resumed) and len(log(resumed)) == 20
+
+
+def test_resume_needs_no_other_flag(data_folder, checkpoint, tmp_path):
+    run_training(data_folder, tmp_path, "--stop_at", "7")
+    train.main(["--resume", "--out", str(tmp_path)])
+    assert same(weights(tmp_path), weights(checkpoint))
+    assert untimed_log(tmp_path) == untimed_log(checkpoint)
+
+
+def test_resume_where_there_is_no_run_starts_it(data_folder, checkpoint, tmp_path):
+    started = run_training(data_folder, tmp_path / "run", "--resume")
+    assert same(weights(started), weights(checkpoint))
+
+
+def test_resume_with_changed_code_prints_one_note(data_folder, tmp_path, monkeypatch, capsys):
+    run_training(data_folder, tmp_path, "--stop_at", "1")
+    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "2"])
+    assert "note:" not in capsys.readouterr().out
+    now = common.code_hashes()
+    assert set(now) == {"fope.py", "baselines.py", "model.py"}
+    monkeypatch.setattr(common, "code_hashes", lambda: now | {"model.py": "0" * 16})
+    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "3"])
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note:" in line]
+    assert notes == ["note: model.py has changed since the run was started"]
+    # what the run was started with stays on record
+    assert weights(tmp_path)["config"]["code"] == now
 
 
 def test_resume_drops_log_lines_after_the_checkpoint(data_folder, tmp_path):
@@ -222,7 +257,7 @@ def test_a_run_is_resumed_with_another_grad_accum_and_says_so(data_folder, tmp_p
     run_training(data_folder, tmp_path, "--stop_at", "2")
     run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["training"]["grad_accum"] == 2
+    assert config["recipe"]["grad_accum"] == 2
     finished = weights(tmp_path)
     # nothing is left to do, and nothing changes
     run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")
@@ -236,6 +271,8 @@ def test_a_run_is_resumed_with_moved_data_and_other_validation(data_folder, chec
     flags = ["--resume", "--eval_every=3", "--eval_tokens=100"]
     resumed = run_training(moved, tmp_path / "run", *flags)
     assert same(weights(resumed)["model"], weights(checkpoint)["model"])
+    # evaluations read the data where they are now
+    assert load_run(resumed)[0].config.data == str(moved)
     assert [line["step"] for line in log(resumed) if "val_loss" in line][-3:] == [15, 18, 20]
 
 
@@ -301,38 +338,47 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
     "flags, words",
     [
         # numbers out of range, unknown names
-        (["--tokens", "0"], ("argument --tokens: must be at least 1",)),
-        (["--n_embd", "2000000000000000000"], ("argument --n_embd: must be at least 1",)),
-        (["--seed", "99999999999999999999"], ("argument --seed: must be at least 0",)),
-        (["--passkey_frac", "1.5"], ("argument --passkey_frac: must be at least 0",)),
-        (["--lr", "nan"], ("argument --lr: must be at least 0 and at most 1,000",)),
-        (["--theta", "0.5"], ("argument --theta: must be at least 1",)),
-        (["--init_std", "0"], ("argument --init_std: must be at least 1e-06",)),
-        (["--yarn_scale", "0.5"], ("argument --yarn_scale: must be at least 1",)),
-        (["--pi_scale", "inf"], ("argument --pi_scale: must be at least 1",)),
-        (["--preset", "2M"], ("invalid choice: '2M'", "tiny_passkey", "1.2B")),
+        (["--tokens", "0"], ("--tokens must be at least 1",)),
+        (["--n_embd", "2000000000000000000"], ("--n_embd must be at least 1 and at most",)),
+        (["--n_layer", "1.5"], ("argument --n_layer: invalid int value: '1.5'",)),
+        (["--seed", "99999999999999999999"], ("--seed must be",)),
+        (["--task=passkey", "--task_share", "1.5"], ("--task_share must be at least 0",)),
+        (["--lr", "nan"], ("--lr must be",)),
+        (["--lr", "1001"], ("--lr must be at least 0 and at most 1,000",)),
+        (["--seed", "-1"], ("--seed must be at least 0",)),
+        (["--theta", "0.5"], ("--theta must be at least 2",)),
+        (["--init_std", "0"], ("--init_std must be at least 1e-06",)),
+        (["--preset", "2M"], ("'2M'", "tiny_passkey", "1.2B")),
+        (["--task=keys", "--task_share=1"], ("unknown task 'keys'; known: passkey",)),
         (["--tokns", "5"], ("unrecognized arguments: --tokns 5",)),
         # the embedding
         (["--pos_args", "variant=original"], ("released, paper",)),
-        (["--pos_args", "gamma=3"], ("does not take {'gamma': 3}",)),
+        (["--pos_args", "gamma=3"], ("fope has no keyword gamma", "sigma (float)")),
         (["--pos_args", "gamma"], ("keyword=value",)),
         (["--pos_args", "sigma=0.1", "sigma=0.2"], ("each once",)),
         (["--pos_args", "floor=-1"], ("floor must be true, false or",)),
-        (["--pos_args", "n_freq=3.5"], ("does not take {'n_freq': 3.5}",)),
-        (["--pos_args", "yarn_scale=2"], ("does not take {'yarn_scale': 2}",)),
+        (["--pos_args", "floor=False"], ("floor of fope must be bool or int, not 'False'",)),
+        (["--pos_args", "n_freq=3.5"], ("n_freq of fope must be int or None, not 3.5",)),
+        (["--pos_args", "train_len=2"], ("fope has no keyword train_len",)),
+        (["--head_dim", "15"], ("head_dim must be even, not 15",)),
         # scales need a trained model
-        (["--yarn_scale", "2"], ("--init_from",)),
-        (["--pi_scale", "2"], ("--init_from",)),
-        (["--yarn_temperature"], ("goes with --yarn_scale",)),
+        (["--rope_scaling", "factor=2"], ("--init_from",)),
+        (["--rope_scaling", "kind=interpolate", "factor=2"], ("--init_from",)),
+        (["--rope_scaling", "temperature=true"], ("needs a factor",)),
+        (["--rope_scaling", "factor=0.5", "original_len=9"], ("factor must be at least 1",)),
+        (["--rope_scaling", "factor=inf", "original_len=9"], ("must be float, not 'inf'",)),
+        (["--rope_scaling", "factor=Infinity", "original_len=9"], ("must be float, not inf",)),
+        (["--rope_scaling", "kind=ntk", "factor=2", "original_len=9"], ("yarn, interpolate",)),
         # what does not fit together
         (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
         (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
         (["--batch_size", "6", "--grad_accum", "4"], ("cannot be divided into 4 micro-batches",)),
-        (["--passkey_frac", "0.5", "--train_len", "32"], ("does not fit 32",)),
+        (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ("does not fit 32",)),
+        (["--task=passkey"], ("--task and --task_share go together",)),
+        (["--task_share=0.5"], ("--task and --task_share go together",)),
         # what is not there
         (["--device", "meta"], ("--device must be cpu", "not meta")),
         (["--device", "cuda:7"], ("--device", "cuda:7")),
-        (["--resume"], ("there is no file",)),
         (["--data", "nowhere"], ("no data folder nowhere",)),
     ],
 )
@@ -342,7 +388,7 @@ def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags,
 
 
 def test_unknown_embedding_lists_the_known_ones():
-    argv = ["--data", "x", "--out", "y", "--pos", "xpos"]
+    argv = ["--out", "y", "--pos", "xpos"]
     refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
 
 
@@ -351,11 +397,11 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, 
     argv = train_argv(data_folder, checkpoint)
     refuses(train.main, argv, "already holds a run", "--resume")
     refuses(train.main, [*argv, "--resume", "--lr", "0.1"], "--lr 0.002, not 0.1")
-    refuses(train.main, [*argv, "--resume", "--theta", "500"], "--theta None, not 500")
+    refuses(train.main, [*argv, "--resume", "--theta", "500"], "--theta 10000.0, not 500")
     assert (checkpoint / "checkpoint.pt").read_bytes() == before
 
 
-def test_resume_on_other_data_is_refused(tmp_path):
+def test_resume_on_other_data_is_refused(data_folder, tmp_path):
     flags = ["--tokenizer", "byte", "--val_frac", "0.2", "--out"]
     same, fewer, changed = (tmp_path / name for name in ("same", "fewer", "changed"))
     for folder, n_documents in ((same, 40), (fewer, 20), (changed, 40)):
@@ -367,23 +413,199 @@ def test_resume_on_other_data_is_refused(tmp_path):
     for folder in (fewer, changed):
         argv = train_argv(folder, tmp_path / "run", "--resume")
         refuses(train.main, argv, f"{folder} has other data than")
+    argv = train_argv(data_folder, tmp_path / "run", "--resume")
+    refuses(train.main, argv, "run has the tokenizer byte", f"{data_folder} has bpe:512")
+    argv = ["--data", data_folder, "--init_from", tmp_path / "run", "--out", tmp_path / "x"]
+    refuses(train.main, argv, "run has the tokenizer byte", f"{data_folder} has bpe:512")
     run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
+
+
+# --- code that changes
+
+
+def test_a_mistake_in_an_embedding_has_its_traceback(data_folder, tmp_path, monkeypatch):
+    def rotate(self, q, k):
+        B, T, C = q.shape
+        return q.view(B, T, C), k
+
+    monkeypatch.setattr(FoPE, "rotate", rotate)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        one_sentence_errors(train.main)(list(map(str, train_argv(data_folder, tmp_path))))
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, OSError])
+def test_a_mistake_in_its_constructor_too(data_folder, tmp_path, monkeypatch, error):
+    class Mine(RoPE):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            raise error("a bug")
+
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "mine", Mine)
+    argv = map(str, train_argv(data_folder, tmp_path / "run", "--pos=mine"))
+    with pytest.raises(error, match="a bug"):
+        one_sentence_errors(train.main)(list(argv))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(
+    checkpoint, tmp_path, monkeypatch
+):
+    class Renamed(model.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.wide = self._modules.pop("up")
+
+    class Wider(model.MLP):
+        def __init__(self, config):
+            super().__init__(replace(config, n_embd=2 * config.n_embd))
+
+    resume, evaluate = ["--resume", "--out", checkpoint], [checkpoint, "--out", tmp_path / "r.json"]
+    for MLP, words in (
+        (Renamed, ("without blocks.0.mlp.wide.weight", "it has blocks.0.mlp.up.weight")),
+        (Wider, ("of another shape blocks.0.mlp.down.weight", "blocks.0.mlp.gate.weight")),
+    ):
+        monkeypatch.setattr(model, "MLP", MLP)
+        for main, argv in ((train.main, resume), (eval_perplexity.main, evaluate)):
+            message = refuses(main, argv, "this code, which may have changed since", *words)
+            assert "damaged" not in message
+
+
+def test_a_run_whose_embedding_is_gone_is_refused_by_its_name(data_folder, tmp_path, monkeypatch):
+    with monkeypatch.context() as m:
+        m.setitem(POSITION_EMBEDDINGS, "mine", type("Mine", (NoPE,), {}))
+        run_training(data_folder, tmp_path, "--pos=mine", "--stop_at=1")
+    for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
+        message = refuses(main, [*argv, tmp_path], "unknown position embedding 'mine'", "nope")
+        assert "damaged" not in message
+
+
+class TwoKeys(data.Passkey):
+    """Two keys are in the needle; the first one is asked."""
+
+    def needle(self, rng):
+        first, second = rng.integers(10000, 100000, size=2)
+        return f"The pass key is {first}. The other key is {second}.", f" {first}"
+
+
+def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(data.TASKS, "two_keys", TwoKeys)
+    flags = ["--task=two_keys", "--task_share=1", "--train_len=256", "--stop_at=1"]
+    run = run_training(data_folder, tmp_path / "run", *flags, "--trials=3", "--lengths=1x,300")
+    recipe = load_run(run)[0].config
+    train_data = data.TokenData(data_folder, "train")
+    encoding = train_data.tokenizer()
+    for row in data.Batches(train_data, recipe).batch(0):
+        assert row[-1] == encoding.eot_token
+        needle = encoding.decode(row[:-1].tolist()).split("\n")[2].split()
+        assert " ".join(needle[:4] + needle[5:9]) == "The pass key is The other key is"
+        assert encoding.decode(row[:-1].tolist()).endswith(" " + needle[4].rstrip("."))
+    eval_passkey.main([str(run)])
+    result = json.loads((run / "two_keys.json").read_text())
+    assert result["kind"] == result["recipe"]["task"] == "two_keys"
+    assert list(result["lengths"]) == ["256", "300"]
+    assert [row["trials"] for row in result["lengths"].values()] == [3, 3]
+    eval_passkey.main([str(run), "--task", "passkey"])
+    assert json.loads((run / "passkey.json").read_text())["kind"] == "passkey"
+
+
+# --- runs of before recipe.py
+
+
+def rewritten(run, out, change):
+    """A copy of a run, but with change(config) as what it says of itself."""
+    shutil.copytree(run, out)
+    state = weights(run)
+    state["config"] = change(state["config"])
+    torch.save(state, out / "checkpoint.pt")
+    (out / "config.json").write_text(json.dumps(state["config"]))
+    return out
+
+
+MODEL_FIELDS = ("pos", "pos_args", "rope_scaling", "train_len", "vocab_size", "n_layer", "n_head")
+MODEL_FIELDS += ("head_dim", "n_embd", "theta", "init_std", "qk_norm", "seed")
+OLD_FLAGS = ("data", "preset", "pos", "train_len", "tokens", "batch_size", "grad_accum", "lr")
+OLD_FLAGS += ("warmup_steps", "weight_decay", "seed", "eval_tokens", "compile", "qk_norm")
+
+
+def as_of_071ed41(config):
+    """config.json as that commit wrote it, where flags that were not given are None."""
+    recipe = config["recipe"]
+    old = {name: recipe[name] for name in OLD_FLAGS}
+    old |= dict(passkey_frac=recipe["task_share"], init_from=recipe["init_from"] or None)
+    old |= dict(pos_args=[f"{k}={json.dumps(v)}" for k, v in recipe["pos_args"].items()])
+    old |= dict(yarn_scale=None, yarn_temperature=False, pi_scale=None, eval_every=None)
+    old |= dict.fromkeys(("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std"))
+    return {
+        "model": {name: recipe[name] for name in MODEL_FIELDS},
+        "data": recipe["data"],
+        "n_windows": config["n_windows"],
+        "tokenizer": recipe["tokenizer"],
+        "training": old | {"data_sha256": config["data_sha256"]},
+    }
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--pos_args", "sigma=0.4"], ["--train_len=256", "--task=passkey", "--task_share=0.5"]],
+)
+def test_a_run_of_the_old_format_is_read_evaluated_and_resumed(data_folder, tmp_path, flags):
+    straight = run_training(data_folder, tmp_path / "straight", *flags)
+    half = run_training(data_folder, tmp_path / "half", *flags, "--stop_at=2")
+    old = rewritten(half, tmp_path / "old", as_of_071ed41)
+    recipes = [load_run(run)[0].config for run in (half, old)]
+    # what that commit did not record
+    unknown = dict.fromkeys(("save_every", "eval_every", "lengths", "read_tokens", "trials"))
+    assert [asdict(recipe) | unknown for recipe in recipes] == [asdict(recipes[0]) | unknown] * 2
+    for script, more in (
+        (eval_perplexity, ["--max_tokens=2000"]),
+        (eval_passkey, ["--trials=3", "--lengths=256"]),
+    ):
+        results = []
+        for run in (half, old):
+            script.main([str(run), *more, "--out", str(tmp_path / "r.json")])
+            results.append(json.loads((tmp_path / "r.json").read_text()))
+        assert results[0]["lengths"] == results[1]["lengths"]
+    train.main(["--resume", "--out", str(old)])
+    for key in ("model", "optimizer", "step"):
+        assert same(weights(old)[key], weights(straight)[key])
+    # and is of the new format from then on
+    config = weights(old)["config"]
+    assert config.keys() == weights(straight)["config"].keys()
+    assert config["data_sha256"] == weights(straight)["config"]["data_sha256"]
+
+
+def test_a_run_of_the_old_format_is_refused_as_any_other(data_folder, tmp_path):
+    text = write_text(tmp_path / "text", 20)
+    argv = ["--source", text, "--tokenizer", data_folder, "--val_frac", "0.2"]
+    prepare_data.main([str(a) for a in [*argv, "--out", tmp_path / "other"]])
+    half = run_training(data_folder, tmp_path / "half", "--stop_at=2")
+    old = rewritten(half, tmp_path / "old", as_of_071ed41)
+    refuses(train.main, ["--resume", "--out", old, "--lr", "0.1"], "--lr 0.002, not 0.1")
+    refuses(train.main, ["--resume", "--out", old, "--data", tmp_path / "other"], "has other data")
 
 
 # --- starting from another run
 
 
-YARN = {"kind": "yarn", "factor": 2.0, "original_len": 32}
+YARN = {"kind": "yarn", "factor": 2, "original_len": 32}
 
 
 @pytest.mark.parametrize(
     "pos, flags, scaling",
     [
-        ("rope", ["--yarn_scale=2"], YARN),
-        ("rope", ["--yarn_scale=2", "--yarn_temperature"], YARN | {"temperature": True}),
+        ("rope", ["--rope_scaling", "factor=2"], YARN),
+        (
+            "rope",
+            ["--rope_scaling", "kind=yarn", "factor=2", "temperature=true"],
+            YARN | {"temperature": True},
+        ),
+        (
+            "rope",
+            ["--rope_scaling", "kind=interpolate", "factor=2"],
+            YARN | {"kind": "interpolate"},
+        ),
         ("rope", ["--pos=fope"], None),
         ("fope", [], None),
-        ("fope", ["--yarn_scale=2"], YARN),
+        ("fope", ["--rope_scaling", "factor=2"], YARN),
         ("fire", [], None),
     ],
 )
@@ -396,19 +618,28 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, scalin
     printed = capsys.readouterr().out
     new_pos = "fope" if "--pos=fope" in flags else pos
     assert f"from {pos} at 32 tokens" in printed and f"to   {new_pos} at 64 tokens" in printed
-    assert ("'kind': 'yarn', 'factor': 2.0, 'original_len': 32" in printed) == bool(scaling)
-    model, metadata, _ = load_checkpoint(tmp_path / "second")
+    to = next(line for line in printed.splitlines() if line.startswith("to   "))
+    values = [f"'{name}': {value!r}" for name, value in (scaling or {"factor": 2}).items()]
+    assert all((value in to) == bool(scaling) for value in values)
+    model, _, _ = load_checkpoint(tmp_path / "second")
     config = model.config
     # what RoPE has learned of its frequencies stays where it is
     pos_args = {"cap": False} if new_pos != pos else {}
     assert (config.pos, config.pos_args, config.rope_scaling) == (new_pos, pos_args, scaling)
     assert config.train_len == 64 and config.n_embd == 32
     assert model.blocks[0].attn.pos.train_len == (32 if scaling else 64)
-    assert metadata["training"]["init_from"] == str(first)
-    assert metadata["training"]["preset"] == "tiny"
+    assert config.init_from == str(first) and config.preset == "tiny"
     start = log(first)[-1]["val_loss"]
     # it did start from trained weights
     assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5
+
+
+def test_keywords_are_added_to_those_of_the_start(data_folder, tmp_path):
+    first = run_training(data_folder, tmp_path / "1", "--pos_args", "sigma=0.4", "--stop_at=1")
+    argv = ["--data", data_folder, "--init_from", first, "--tokens=128", "--batch_size=4"]
+    argv += ["--eval_tokens=512", "--pos_args", "cap=false", "--out", tmp_path / "2"]
+    train.main([str(a) for a in argv])
+    assert load_checkpoint(tmp_path / "2")[0].config.pos_args == {"sigma": 0.4, "cap": False}
 
 
 def test_theta_and_init_std_reach_the_model(data_folder, tmp_path):
@@ -430,8 +661,10 @@ def test_theta_and_init_std_reach_the_model(data_folder, tmp_path):
 
 
 def test_continual_pretraining_with_fope_has_the_presets_sigma(data_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(model.FOPE_SIGMA, "tiny", 0.4)
+    tiny = replace(RECIPES["tiny"], pos_args={"sigma": 0.4})
+    monkeypatch.setitem(RECIPES, "tiny", tiny)
     rope = run_training(data_folder, tmp_path / "rope", "--pos=rope", "--stop_at=1")
+    assert load_checkpoint(rope)[0].config.pos_args == {}
     argv = ["--data", data_folder, "--tokens=128", "--batch_size=4", "--eval_tokens=512"]
     argv += ["--init_from", rope, "--pos=fope", "--out", tmp_path / "fope"]
     train.main([str(a) for a in argv])
@@ -457,10 +690,11 @@ def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
         (["--qk_norm"], "--qk_norm is False"),
         (["--init_std", "0.02"], "--init_std is 0.05"),
         (["--theta", "500"], "--theta is 10000.0"),
-        (["--yarn_scale", "0"], "at least 1"),
-        (["--yarn_scale", "2", "--pi_scale", "2"], "give one of them"),
-        (["--yarn_temperature"], "goes with --yarn_scale"),
-        (["--pos", "alibi", "--yarn_scale", "2"], "does not take"),
+        (["--rope_scaling", "factor=0"], "at least 1"),
+        (["--rope_scaling", "kind=yarn", "kind=interpolate", "factor=2"], "each once"),
+        (["--rope_scaling", "temperature=true"], "needs a factor"),
+        (["--pos", "alibi", "--rope_scaling", "factor=2"], "alibi has no frequencies"),
+        (["--pos_args", "sigma=0.9"], "not with sigma 0.9"),
         (["--init_from", "nowhere"], "no file nowhere"),
     ],
 )
@@ -470,12 +704,30 @@ def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words)
 
 
 @pytest.mark.parametrize(
-    "part, changes",
-    [("training", {"preset": ["tiny"]}), ("model", {"train_len": "32", "pos": "rope"})],
+    "changes",
+    [
+        {"preset": ["tiny"]},
+        {"preset": "no such preset"},
+        {"train_len": "32", "pos": "rope"},
+        {"train_len": None},
+        {"n_layer": 2.5},
+        {"pos_args": 3},
+        {"tokens": 0},
+        {"unknown": 1},
+    ],
 )
-def test_a_damaged_start_is_refused(data_folder, checkpoint, tmp_path, part, changes):
-    config = json.loads((checkpoint / "config.json").read_text())
-    config[part] |= changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    argv = ["--data", data_folder, "--init_from", tmp_path, "--out", tmp_path / "x"]
-    refuses(train.main, argv, "config.json is damaged or was not written by train.py")
+def test_a_damaged_start_is_refused(data_folder, checkpoint, tmp_path, changes):
+    def change(config):
+        return config | {"recipe": config["recipe"] | changes}
+
+    run = rewritten(checkpoint, tmp_path / "run", change)
+    argv = ["--data", data_folder, "--init_from", run, "--out", tmp_path / "x"]
+    refuses(train.main, argv, "checkpoint.pt")
+
+
+def test_config_json_is_for_people_alone(data_folder, checkpoint, tmp_path):
+    run = shutil.copytree(checkpoint, tmp_path / "run")
+    (run / "config.json").write_text('{"recipe": 1')
+    argv = ["--data", data_folder, "--init_from", run, "--out", tmp_path / "x", "--stop_at=1"]
+    train.main([str(a) for a in [*argv, "--tokens=1280", "--batch_size=4"]])
+    assert load_checkpoint(tmp_path / "x")[0].config.init_from == str(run)
