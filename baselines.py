@@ -96,7 +96,8 @@ class FIRE(LearnedBias):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        layers = nn.Linear(1, 32), nn.ReLU(inplace=True), nn.Linear(32, self.n_head)
+        # no bias at the end: softmax ignores what all logits of a head share
+        layers = nn.Linear(1, 32), nn.ReLU(inplace=True), nn.Linear(32, self.n_head, bias=False)
         self.mlp = nn.Sequential(*layers)
         self.c = nn.Parameter(torch.tensor(0.1))
         self.L_multiple = nn.Parameter(torch.tensor(1.0))

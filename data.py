@@ -281,8 +281,9 @@ class Passkey:
     def sample(self, length, rng):
         """
         One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens
-        at their end, depth). The depth in [0, 1) is the share of the filler that comes before the
-        needle. Refused where the prompt is longer.
+        at their end, depth, distance). The depth in [0, 1) is the share of the filler that comes
+        before the needle, the distance that of its end to the answer, in tokens. Refused where the
+        prompt is longer.
         """
         needle, answer = self.needle(rng)
         depth = float(rng.random())
@@ -298,7 +299,8 @@ class Passkey:
         n_before = int(depth * (n_filler + 1))
         before, after = self.filler(n_before), self.filler(n_filler - n_before)
         tokens = self.task + before + needle + after + question + answer
-        return np.array(tokens, dtype=np.int64), len(answer), depth
+        distance = len(after) + len(question)
+        return np.array(tokens, dtype=np.int64), len(answer), depth, distance
 
 
 TASKS = {"passkey": Passkey}
@@ -340,7 +342,7 @@ class Batches:
     def task_document(self, i):
         """The i-th document of the task: train_len tokens and the end of text."""
         rng = np.random.default_rng((self.seed, 1, i))
-        tokens, _, _ = self.task.sample(self.train_len, rng)
+        tokens, *_ = self.task.sample(self.train_len, rng)
         return np.append(tokens, self.data.meta["eot"])
 
     def sequence(self, i):

@@ -51,8 +51,7 @@ def main(argv=None):
             raise Refused(too_few)
         losses = evaluation.window_loss(model, tokens, length, show=common.rank() == 0)
         _, targets = evaluation.cut(tokens, length)
-        row = evaluation.text_row(losses, targets.size, int(token_bytes[targets].sum()))
-        return row | ({"by_position": evaluation.by_position(losses)} if length == longest else {})
+        return evaluation.text_row(losses, targets.size, int(token_bytes[targets].sum()))
 
     results, skipped = evaluation.evaluate_lengths(lengths, evaluate, recipe.train_len)
     log = read_log(args.run)

@@ -47,44 +47,39 @@ def cut(tokens, length):
 @torch.no_grad()
 def window_loss(model, tokens, length, show=False):
     """
-    The loss of `tokens`, int64, as cut() makes windows of them: (length,) fp64, the mean over the
-    windows of the loss in nats at each position of the window. Its mean is the loss per token.
-    show: a progress bar.
+    The loss in nats of `tokens`, int64, as cut() makes windows of them: (windows, length) fp64. Its
+    mean is the loss per token. show: a progress bar.
     """
     inputs, targets = cut(tokens, length)
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
-    total = torch.zeros(length, dtype=torch.float64)  # on the CPU: not every GPU has fp64
+    losses = torch.zeros(inputs.shape, dtype=torch.float64)  # on the CPU: not every GPU has fp64
     n_rows, world = batch_rows(device, length), common.world_size()
     starts = range(common.rank() * n_rows, len(inputs), world * n_rows)
     for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
         x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
         with common.autocast(device):
-            loss = model(x, y, reduction="none")  # (n_rows, length)
-        total += loss.cpu().sum(dim=0, dtype=torch.float64)
+            losses[i : i + n_rows] = model(x, y, reduction="none").cpu()
     model.train(was_training)
-    return (common.all_reduce_sum(total) / len(inputs)).numpy()
+    return common.all_reduce_sum(losses).numpy()  # each process has its own windows
 
 
 def text_row(losses, n_tokens, n_bytes):
     """
     What a result says of text at one length, from window_loss and the size of what was scored:
-    nats per token, perplexity, and bits per byte, in which all tokenizers can be compared.
+    nats per token, perplexity, and bits per byte, in which all tokenizers can be compared; then the
+    loss along the window, in at most 128 bins, and that of each window.
     """
     loss = float(losses.mean())
+    bins = np.array_split(losses.mean(axis=0), min(128, losses.shape[1]))
     return {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": loss * n_tokens / n_bytes / math.log(2),
         "tokens": n_tokens,
+        "by_position": [round(float(b.mean()), 4) for b in bins],
+        "by_window": losses.mean(axis=1).round(4).tolist(),
     }
-
-
-def by_position(losses):
-    """The loss along the window, in at most 128 bins: the first position of each, and its mean."""
-    bins = np.array_split(losses, min(128, len(losses)))
-    starts = np.cumsum([0] + [len(b) for b in bins[:-1]])
-    return {"start": starts.tolist(), "loss": [round(float(b.mean()), 5) for b in bins]}
 
 
 # --- tasks
@@ -95,7 +90,8 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     """
     The results of `trials` trials of a task, of `length` tokens: a dict with exact-match accuracy
     and its 95 % interval, the share of answer tokens right, both by depth, too, and the answer's
-    mean NLL in nats per token.
+    mean NLL in nats per token; then for each trial the distance in tokens from the end of the
+    needle to the answer, whether it was right, and the share of its answer tokens that was.
 
     Greedy decoding gives the answer if and only if every answer token is the arg-max given the
     true prefix: up to the first wrong token both have read the same. So one forward pass decides a
@@ -113,14 +109,14 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     starts = range(common.rank() * n_rows, trials, world * n_rows)
     for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
         rows = samples[i : i + n_rows]
-        tokens = torch.from_numpy(np.stack([t for t, _, _ in rows])).to(device)
-        n_max = max(n for _, n, _ in rows)
+        tokens = torch.from_numpy(np.stack([t for t, *_ in rows])).to(device)
+        n_max = max(n for _, n, *_ in rows)
         answers = tokens[:, -n_max:]
         with common.autocast(device):
             logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
         right = (logits.argmax(dim=-1) == answers).cpu().numpy()  # (rows, n_max)
         losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").cpu().numpy()
-        for r, (_, n, _) in enumerate(rows):
+        for r, (_, n, *_) in enumerate(rows):
             exact[i + r], share[i + r] = right[r, -n:].all(), right[r, -n:].mean()
             nll[i + r] = losses[r, -n:].mean()
             if generate:
@@ -129,8 +125,11 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
                 exact[i + r] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
     model.train(was_training)
     common.all_reduce_sum(torch.from_numpy(results))  # in place: each process has its own trials
-    depths = np.array([depth for _, _, depth in samples])
-    return summary(exact, share, nll, np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1))
+    depths = np.array([depth for _, _, depth, _ in samples])
+    bins = np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
+    each = {"distance": [distance for *_, distance in samples]}
+    each |= {"right": exact.astype(int).tolist(), "share_right": share.round(2).tolist()}
+    return summary(exact, share, nll, bins) | each
 
 
 def summary(exact, share, nll, bins):

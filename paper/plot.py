@@ -182,25 +182,49 @@ def figure_length(results, measure="perplexity", ratio=False):
     return fig
 
 
-def figure_depth(by_label):
-    """A task's accuracy by the depth of the needle and the length of the prompt: heat maps."""
+def depth_grid(results, lengths):
+    """The share of whole answers by depth of the needle, a tenth each, and length: (10, lengths)."""
+    weights, values = (
+        np.array([[r["lengths"][n][name] for n in lengths] for r in results], dtype=float)
+        for name in ("trials_by_depth", "accuracy_by_depth")
+    )
+    with np.errstate(invalid="ignore"):  # nan where a depth had no trial
+        return (np.nansum(values * weights, axis=0) / weights.sum(axis=0)).T
+
+
+def distance_grid(results, lengths):
+    """The same by distance to the answer, under 32, 64, 128, ... tokens: (bins, lengths)."""
+    grid = np.full((distance_bin(max(lengths)) + 1, len(lengths)), np.nan)
+    for column, length in enumerate(lengths):
+        rows = [r["lengths"][length] for r in results]
+        bins = distance_bin(np.concatenate([row["distance"] for row in rows]))
+        right = np.concatenate([row["right"] for row in rows])
+        for i in np.unique(bins):
+            grid[i, column] = right[bins == i].mean()
+    return grid
+
+
+def distance_bin(tokens):
+    return np.maximum(np.log2(np.maximum(tokens, 1)).astype(int) - 4, 0)
+
+
+def figure_heat(by_label, by):
+    """A task's accuracy by the "depth" or the "distance" of the needle, and length: heat maps."""
     size = (2.6 * len(by_label) + 0.8, 3.4)
     layout = dict(figsize=size, sharey=True, squeeze=False, layout="constrained")
     fig, axes = plt.subplots(1, len(by_label), **layout)
     for ax, (label, results) in zip(axes[0], by_label.items(), strict=True):
         lengths = common_lengths(results)
-        weights, values = (
-            np.array([[r["lengths"][n][name] for n in lengths] for r in results], dtype=float)
-            for name in ("trials_by_depth", "accuracy_by_depth")
-        )
-        with np.errstate(invalid="ignore"):  # nan where a depth had no trial
-            grid = np.nansum(values * weights, axis=0) / weights.sum(axis=0)
-        image = ax.imshow(grid.T, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        grid = (depth_grid if by == "depth" else distance_grid)(results, lengths)
+        image = ax.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         ax.set_title(label, fontsize=11)
         ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], rotation=45)
-        ax.set_yticks([-0.5, 4.5, 9.5], ["0 %", "50 %", "100 %"])
         ax.set_xlabel("length (tokens)")
     axes[0, 0].set_ylabel("depth of the key in the filler")
+    axes[0, 0].set_yticks([-0.5, 4.5, 9.5], ["0 %", "50 %", "100 %"])
+    if by == "distance":
+        axes[0, 0].set_ylabel("tokens from key to answer, under")
+        axes[0, 0].set_yticks(range(len(grid)), [str(2 ** (i + 5)) for i in range(len(grid))])
     seeds = max(len(rs) for rs in by_label.values())
     note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
     fig.suptitle(f"Whole keys retrieved, {note}", fontsize=11)
@@ -209,10 +233,12 @@ def figure_depth(by_label):
 
 
 def draw(results, out, measure="perplexity", depth=False, ratio=False):
-    """OUT.png, and with depth OUT_depth.png of a task. Returns their paths."""
+    """OUT.png, and with depth OUT_depth.png and OUT_distance.png of a task. Returns their paths."""
     figures = {out: figure_length(results, measure, ratio)}
     if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
-        figures[f"{out}_depth"] = figure_depth(tasks[0])
+        every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
+        for by in ("depth", "distance") if all("distance" in row for row in every) else ("depth",):
+            figures[f"{out}_{by}"] = figure_heat(tasks[0], by)
     make_folder(Path(out).parent)
     for name, fig in figures.items():
         with file_errors():
@@ -227,7 +253,7 @@ def main(argv=None):
     add("results", nargs="*", help="json files of evaluations, single or gathered")
     add("--out", help="of the figure, without .png; else that of the first json file")
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
-    add("--depth", action="store_true", help="also passkeys by depth")
+    add("--depth", action="store_true", help="also passkeys by depth and distance")
     add("--ratio", action="store_true", help="also the ratio of perplexities on two corpora")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)

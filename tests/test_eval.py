@@ -54,14 +54,14 @@ def test_window_loss_is_brute_force(length, pos_name):
     """One window and one token at a time: no window sees another, and only whole ones count."""
     model = small(pos_name)
     tokens = np.random.default_rng(0).integers(128, size=210)
-    expected = np.zeros(length)
     n_windows = 209 // length
+    expected = np.zeros((n_windows, length))
     with torch.no_grad():
         for w in range(n_windows):
             window = torch.from_numpy(tokens[w * length : (w + 1) * length + 1])
             log_probs = F.log_softmax(model(window[None, :-1])[0], dim=-1)
             for t in range(length):
-                expected[t] -= log_probs[t, window[t + 1]].item() / n_windows
+                expected[w, t] = -log_probs[t, window[t + 1]].item()
     assert window_loss(model, tokens, length) == pytest.approx(expected, rel=1e-4)
     # two pieces of text that follow each other
     pieces = np.stack((tokens[: length + 1], tokens[length : 2 * length + 1]))
@@ -144,7 +144,7 @@ def test_windows_are_spread_over_the_validation_split(checkpoint, tmp_path, monk
 
     def window_loss(model, tokens, length, show):
         read_by_length[length] = tokens
-        return np.ones(length)
+        return np.ones((3 * 64 // length, length))
 
     monkeypatch.setattr(evaluation, "window_loss", window_loss)
     few = ["--lengths", "16,64", "--max_tokens", "200", "--out", tmp_path / "r.json"]
@@ -157,17 +157,17 @@ def test_windows_are_spread_over_the_validation_split(checkpoint, tmp_path, monk
     assert read(tmp_path / "r.json")["lengths"]["16"]["tokens"] == 3 * 64
 
 
-def test_loss_by_position_is_that_of_the_longest_windows(checkpoint, tmp_path):
+def test_the_loss_is_kept_by_position_and_by_window(checkpoint, tmp_path):
+    """Two windows of 200 positions in 128 bins of one or two; 12 windows of 32."""
     out = tmp_path / "r.json"
-    evaluate(eval_perplexity, checkpoint, "--lengths", "32,200", "--out", out)
-    result = read(out)
-    assert "by_position" not in result["lengths"]["32"]
-    start, loss = (result["lengths"]["200"]["by_position"][name] for name in ("start", "loss"))
-    assert len(start) == len(loss) == 128 and start[0] == 0 and start[-1] == 199
-    widths = np.diff([*start, 200])
-    assert set(widths) == {1, 2}
-    mean = np.average(loss, weights=widths)
-    assert mean == pytest.approx(result["lengths"]["200"]["loss"], abs=1e-4)
+    few = ["--lengths", "32,200", "--max_tokens", "401", "--out", out]
+    evaluate(eval_perplexity, checkpoint, *few)
+    short, long = read(out)["lengths"].values()
+    widths = [len(b) for b in np.array_split(np.arange(200), 128)]
+    assert set(widths) == {1, 2} and len(long["by_window"]) == 2 and len(short["by_window"]) == 12
+    assert np.average(long["by_position"], weights=widths) == pytest.approx(long["loss"], abs=1e-3)
+    for row in (short, long):
+        assert np.mean(row["by_window"]) == pytest.approx(row["loss"], abs=1e-3)
 
 
 @pytest.mark.parametrize("script", [eval_perplexity, eval_passkey])
@@ -267,7 +267,7 @@ def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_pa
 
 def window_loss_that_fails(monkeypatch, error):
     """At length 32 the losses that are returned here, beyond that the error."""
-    losses = np.ones(32)
+    losses = np.ones((1, 32))
 
     def window_loss(model, tokens, length, show):
         if length > 32:
@@ -339,7 +339,7 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
     drawn = np.random.default_rng(0).random()
     for depth in (0.0, 0.5, 0.999, drawn):
         rng = SimpleNamespace(integers=lambda low, high: 90817, random=lambda d=depth: d)
-        tokens, n_answer, said = Passkey(encoding.encode_ordinary).sample(length, rng)
+        tokens, n_answer, said, distance = Passkey(encoding.encode_ordinary).sample(length, rng)
         assert tokens.shape == (length,) and said == depth
         lines = encoding.decode(tokens.tolist()).split("\n")
         assert lines == YARN.format(before=lines[1], after=lines[3], key=90817).split("\n")
@@ -349,6 +349,8 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
         assert abs(len(lines[1]) / filler - depth) < 0.05
         assert encoding.decode(tokens[-n_answer:].tolist()).strip() == "90817"
         assert n_answer == 5 or name == "gpt2"
+        hidden, asked = encoding.decode(tokens[: length - n_answer - distance].tolist()), lines[4]
+        assert hidden.endswith("90817 is the pass key.\n") and asked.startswith("What is")
 
 
 def test_keys_have_five_digits_and_depths_are_uniform(task):
@@ -419,14 +421,14 @@ class OwnAnswers:
         self.task, self.model, self.count = task, model, 0
 
     def sample(self, length, rng):
-        tokens, n, depth = self.task.sample(length, rng)
+        tokens, n, *where = self.task.sample(length, rng)
         if self.count % 3 < 2:
             prompt = torch.from_numpy(tokens)[None, :-n]
             own = self.model.generate(prompt, n, temperature=0)
             tokens = torch.cat([prompt, *own], dim=1)[0].numpy()
             tokens[-1] = (tokens[-1] + self.count % 3) % self.model.config.vocab_size
         self.count += 1
-        return tokens, n, depth
+        return tokens, n, *where
 
 
 @pytest.mark.parametrize("name", ["bpe:512", "byte"])
