@@ -145,8 +145,8 @@ LIMITS = {
 
 # --- the table
 
-# For a CPU, 1.3M in the blocks. n_head * head_dim is twice n_embd: at a training length of 128
-# FoPE keeps 11 of the 32 frequencies of a head of 64, and ALiBi needs four slopes. init_std is
+# For a CPU, 1.3M in the blocks, at the paper's training length. n_head * head_dim is twice n_embd:
+# FoPE keeps 16 of the 32 frequencies of a head of 64, and ALiBi needs four slopes. init_std is
 # GPT-2's 0.02 at a width of 768, times sqrt(768 / 128): narrow models start to learn sooner. And
 # with a tiny budget a model learns more from many small steps.
 TINY = Recipe(
@@ -156,13 +156,12 @@ TINY = Recipe(
     init_std=0.05,
     data="data/bytes",
     tokenizer="byte",
-    train_len=128,
     tokens=512_000,
-    batch_size=8,
+    batch_size=2,
     grad_accum=1,
     lr=2e-3,
     eval_tokens=8192,
-    read_tokens=40_961,
+    read_tokens=163_841,
     trials=50,
 )
 TINY_PASSKEY = replace(
@@ -171,17 +170,15 @@ TINY_PASSKEY = replace(
     tokenizer="bpe:2048",
     task="passkey",
     task_share=1.0,
-    tokens=1_024_000,
-    batch_size=4,
-    lr=7e-4,
-    eval_tokens=4096,
+    tokens=3_072_000,
+    lr=3.5e-4,
 )
 RECIPES = {
     "tiny": TINY,
     "tiny_passkey": TINY_PASSKEY,
     # the same path with next to no training
     "quick": replace(TINY, tokens=30_000, read_tokens=16_400),
-    "quick_passkey": replace(TINY_PASSKEY, tokens=30_000, trials=16),
+    "quick_passkey": replace(TINY_PASSKEY, tokens=30_000, trials=8),
     # The paper's (Table 3), whose sizes are those of blocks and output head: the input table comes
     # on top. sigma is FoPE's.
     "20M": Recipe(n_head=4, n_embd=256),

@@ -3,7 +3,7 @@ The paper's figures and tables, which paper/figures.py lists: train, evaluate, d
 
     python -m paper --list
     python -m paper figure1                                    tiny models on a CPU, one seed
-    python -m paper figure1 --seeds 5 --passkey_seeds 10       with intervals
+    python -m paper figure1 --seeds 1-10                       ten others, with intervals
     python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
     python -m paper figure1 --size 60M --dry-run               what it will take
     python -m paper --primary --results results                what carries the report's claims
@@ -15,6 +15,7 @@ model each (the presets tiny and tiny_passkey of train.py); from 20M on both are
 as in the paper.
 """
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 import common
-from common import ROOT, Refused, number, positive_int
+from common import ROOT, Refused, positive_int
 from data import vocab_size_of
 from evaluation import window_loss
 from model import GPT
@@ -126,15 +127,25 @@ def job_of(figure, model, kind, seed, args):
 
 
 def jobs_of(figure, args):
+    """Seed by seed, so that what is stopped early has whole seeds."""
     passkey_seeds = args.passkey_seeds or args.seeds
     seeds = {kind: args.seeds if kind == "text" else passkey_seeds for kind in figure.kinds}
     return [
         job_of(figure, model, kind, seed, args)
-        for seed in range(max(seeds.values()))
+        for seed in sorted({*args.seeds, *passkey_seeds})
         for kind in figure.kinds
         for model in figure.models
-        if seed < seeds[kind]
+        if seed in seeds[kind]
     ]
+
+
+def some_seeds(text):
+    """A type for argparse: "5" is the first five seeds, "1-10" those from 1 to 10."""
+    first, _, last = text.rpartition("-")
+    seeds = range(int(first), int(last) + 1) if first else range(int(last))
+    if not 1 <= len(seeds) <= 99:
+        raise argparse.ArgumentTypeError("must be 1 to 99 seeds, such as 5 or 1-10")
+    return seeds
 
 
 # --- the command
@@ -235,8 +246,8 @@ def main(argv=None):
     add("--list", action="store_true", help="the figures and tables")
     add("--size", choices=SIZES, default="tiny", help="of the models")
     add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
-    add("--seeds", type=number(int, 1, 99), default=1, help="models of each kind")
-    add("--passkey_seeds", type=number(int, 1, 99), help="passkey models, if not as many")
+    add("--seeds", type=some_seeds, default="1", help="of the models: 5 is the first five, or 1-10")
+    add("--passkey_seeds", type=some_seeds, help="of passkey models, if not the same")
     add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
     add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")

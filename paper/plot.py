@@ -183,7 +183,7 @@ def figure_length(results, measure="perplexity", ratio=False):
 
 
 def depth_grid(results, lengths):
-    """The share of whole answers by depth of the needle, a tenth each, and length: (10, lengths)."""
+    """The share of whole answers by depth of the needle, in tenths, and length: (10, lengths)."""
     weights, values = (
         np.array([[r["lengths"][n][name] for n in lengths] for r in results], dtype=float)
         for name in ("trials_by_depth", "accuracy_by_depth")

@@ -7,6 +7,7 @@ seed by seed: models of one seed share initial weights, data and order, so their
 less than they do. Models read on two corpora have results for each, and for the ratio.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -179,22 +180,35 @@ def half_interval(values):
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
 
 
+def sign_flip_p(values):
+    """
+    The exact p value of paired differences (n,), n <= 20, of which neither sign is special: the
+    share of the 2^n ways to flip their signs whose mean is as far from 0 as theirs.
+    """
+    signs = np.array(list(itertools.product((1, -1), repeat=len(values))))
+    means = np.abs((signs * values).mean(axis=1))
+    return float((means >= np.abs(values.mean()) * (1 - 1e-12)).mean())
+
+
 def compare(primary, folder):
     """
-    The comparisons that were named before the models were trained, with p values of paired t tests,
-    corrected by Holm's method for their number. primary: [(figure, kind, number, label, label to
-    compare with, multiple of the training length), ...]; folder: of the gathered results.
+    The comparisons that were named before the models were read, with p values of paired t tests and
+    of sign flips, the latter corrected by Holm's method for their number. primary: [(figure, kind,
+    number, label, label to compare with, multiple of the training length), ...]; folder: of the
+    gathered results. Seed 0, which had been seen, is left out.
     """
     rows = []
     for figure, kind, name, label, to, multiple in primary:
         by_label = load_results([Path(folder) / f"{figure}.json"])[kind]
         length = multiple * train_len_of(by_label[label])
-        values = paired_differences(by_label[label], by_label[to], name, [length])[:, 0]
+        named = [r for r in by_label[label] if seed_of(r) > 0]
+        values = paired_differences(named, by_label[to], name, [length])[:, 0]
         if len(values) < 2 or not values.std():
             raise Refused(f"{figure}: {label} and {to} need two seeds and a difference to test")
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
         row |= dict(seeds=len(values), mean=values.mean(), half_interval=half_interval(values))
-        rows.append(row | dict(p=stats.ttest_1samp(values, 0).pvalue))
+        row |= dict(p_t=stats.ttest_1samp(values, 0).pvalue, p=sign_flip_p(values))
+        rows.append(row)
     worst = 0.0
     for rank, row in enumerate(sorted(rows, key=lambda row: row["p"])):
         worst = max(worst, min(1.0, (len(rows) - rank) * row["p"]))

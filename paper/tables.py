@@ -126,7 +126,9 @@ def rates_table(results):
 
 def primary_table(rows):
     """What compare() returns."""
-    lines, words = [], {"loss": ("loss", 1, 3), "token_accuracy": ("digits, %", 100, 0)}
+    words = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
+    words["token_accuracy"] = ("digits, %", 100, 0)
+    lines = []
     for r in rows:
         name, factor, digits = words[r["measure"]]
         mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))

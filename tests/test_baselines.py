@@ -28,11 +28,11 @@ def test_fire_bias():
         pos.c.fill_(0.3)
         pos.L_multiple.fill_(1.5)  # L = 15: a quarter of 40, times 1.5
     bias = pos.scores(q, k) - make_embedding("nope").scores(q, k)
-    w1, b1, w2, b2 = (p.detach() for p in pos.mlp.parameters())
+    w1, b1, w2 = (p.detach() for p in pos.mlp.parameters())
     for h, i, j in [(0, 49, 0), (1, 30, 29), (1, 7, 7), (0, 14, 2)]:
         x = math.log(0.3 * (i - j) + 1) / math.log(0.3 * max(15, i) + 1)
         hidden = [max(0.0, float(w1[n, 0]) * x + float(b1[n])) for n in range(32)]
-        expected = sum(float(w2[h, n]) * hidden[n] for n in range(32)) + float(b2[h])
+        expected = sum(float(w2[h, n]) * hidden[n] for n in range(32))
         assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
 
 

@@ -91,22 +91,29 @@ def test_two_corpora_have_a_table_each_and_one_of_their_ratio(tmp_path):
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
-    """Holm's method: the smallest of three p times 3, the next times 2, never below the last."""
-    generator, comparisons, expected = np.random.default_rng(0), [], {}
+    """
+    Holm's method: the smallest of three p times 3, the next times 2, never below the last. Seed 0
+    is left out.
+    """
+    generator, comparisons, expected, flips = np.random.default_rng(0), [], {}, {}
     for name in "abc":
-        losses = {"FoPE": generator.normal(size=6), "RoPE": generator.normal(size=6) + 1}
+        losses = {"FoPE": generator.normal(size=7), "RoPE": generator.normal(size=7) + 1}
+        differences = (losses["RoPE"] - losses["FoPE"])[1:]
+        expected[name] = stats.ttest_1samp(differences, 0)
+        exact = stats.permutation_test((differences,), np.mean, permutation_type="samples")
+        flips[name] = exact.pvalue
         losses = {label: values.tolist() for label, values in losses.items()}
         write(tmp_path / f"{name}.json", evaluations(tmp_path, losses))
         comparisons.append((name, "perplexity", "loss", "RoPE", "FoPE", 2))
-        expected[name] = stats.ttest_rel(losses["RoPE"], losses["FoPE"])
     rows = res.compare(comparisons, tmp_path)
     ordered = sorted(rows, key=lambda row: row["p"])
     running = 0.0
     for row, factor in zip(ordered, (3, 2, 1), strict=True):
         test = expected[row["figure"]]
-        assert row["p"] == pytest.approx(test.pvalue) and row["seeds"] == 6
+        assert row["p_t"] == pytest.approx(test.pvalue) and row["seeds"] == 6
+        assert row["p"] == pytest.approx(flips[row["figure"]])
         assert row["mean"] - row["half_interval"] == pytest.approx(test.confidence_interval().low)
-        running = max(running, min(1, factor * test.pvalue))
+        running = max(running, min(1, factor * row["p"]))
         assert row["p_holm"] == pytest.approx(running)
     assert "| RoPE minus FoPE, loss at 256 (a) | 6 | " in tables.primary_table(rows)
 
@@ -119,9 +126,10 @@ def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
         assert (kind == "passkey") <= ("passkey" in FIGURES[figure].kinds)
 
 
-@pytest.mark.skipif(not (ROOT / "results" / "primary.json").exists(), reason="not all are measured")
 def test_the_committed_comparisons_are_those_of_the_committed_results():
     committed = json.loads((ROOT / "results" / "primary.json").read_text())
+    if "p_t" not in committed[0]:
+        pytest.skip("those of the models at 512 are not measured yet")
     again = res.compare(PRIMARY, ROOT / "results")
     for row, new in zip(committed, again, strict=True):
         assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}

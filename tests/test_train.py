@@ -69,21 +69,21 @@ def test_defaults_are_the_papers_from_20M_up(preset):
 
 def test_tiny_recipes_and_their_models():
     """Text and passkeys have one shape of model."""
-    text = dict(train_len=128, tokens=512_000, batch_size=8, lr=2e-3, task="", task_share=0.0)
-    passkey = dict(tokens=1_024_000, batch_size=4, lr=7e-4, task="passkey", task_share=1.0)
+    text = dict(train_len=512, tokens=512_000, batch_size=2, lr=2e-3, task="", task_share=0.0)
+    passkey = dict(tokens=3_072_000, lr=3.5e-4, task="passkey", task_share=1.0)
     for preset, expected in (("tiny", text), ("tiny_passkey", text | passkey)):
         recipe = parsed("--preset", preset)
         assert {name: getattr(recipe, name) for name in expected} == expected
         config = train.new_model(replace(recipe, vocab_size=257), None).config
         shape = config.n_layer, config.n_head, config.head_dim, config.n_embd
         assert shape == (4, 4, 64, 128)
-        assert config.init_std == 0.05 and config.train_len == 128
+        assert config.init_std == 0.05 and config.train_len == 512
     flags = ["--n_head=2", "--tokens=5000", "--task=passkey", "--task_share=0.5"]
     recipe = parsed("--preset=tiny", *flags, "--eval_tokens=600")
     assert (recipe.n_head, recipe.tokens, recipe.eval_tokens) == (2, 5000, 600)
     assert (recipe.task, recipe.task_share) == ("passkey", 0.5)
-    # why a head_dim of 64: frequencies above the floor
-    assert [len(above_floor(rope_freqs(d), 128)) for d in (32, 64)] == [6, 11]
+    # frequencies above the floor: head_dim/4, so that each of FoPE's series has one of its own
+    assert len(above_floor(rope_freqs(64), 512)) == 16
 
 
 NOTE = "note: of FoPE's 16 series 9 have a frequency of their own, 7 are of noise alone"
