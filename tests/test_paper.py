@@ -126,9 +126,9 @@ def test_models_of_books_are_read_on_two_corpora(tmp_path):
 
 
 def test_models_that_go_on_take_small_steps_and_are_read_at_the_first_length(tmp_path):
-    """A tenth of the tokens at twice the length: 50 steps of text, 300 of passkeys."""
+    """A tenth of the tokens at twice the length: 100 steps of text, 300 of passkeys."""
     made = {j.name: j for j in paper.jobs_of(FIGURES["figure4"], arguments(tmp_path))}
-    for kind, n_steps in (("text", 50), ("passkey", 300)):
+    for kind, n_steps in (("text", 100), ("passkey", 300)):
         job = made[f"{kind}/rope_yarn16_s0"]
         recipe = job.recipe
         assert recipe.train_len == 1024 and recipe.n_steps == n_steps
@@ -223,7 +223,7 @@ def test_list_and_refusals(capsys, tmp_path):
 def test_dry_run_counts_what_is_left(capsys, tmp_path):
     paper.main(["figure1", "--seeds", "2", "--dry-run", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "16 of 16 jobs" in printed and "16 models of 28,672,000 tokens" in printed
+    assert "16 of 16 jobs" in printed and "16 models of 32,768,000 tokens" in printed
     assert "GB of disk" in printed and "hours on this machine" in printed
     assert not list(tmp_path.iterdir())
 
