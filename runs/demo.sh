@@ -1,19 +1,73 @@
 #!/usr/bin/env bash
-# The whole experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained on the same text and passkeys,
-# measured at 1x to 16x the training length, drawn. About 16 minutes on 2 slow cores.
+# The experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained at 512 tokens on the same text and
+# read at 512 to 8192; then the same with passkeys. One seed of each.
 #
-#   bash runs/demo.sh              everything, into runs_out/tiny
-#   bash runs/demo.sh --seeds 3    three seeds of each model: figures with a spread
-#   bash runs/demo.sh --quick      the same path with next to no training: 2 minutes
-#   bash runs/demo.sh --out DIR    somewhere else; further words go to python -m paper figure1
+#   bash runs/demo.sh            2 slow cores: 10 minutes to the first figure, 30 more to the second
+#   bash runs/demo.sh --text     the first alone
+#   bash runs/demo.sh --quick    both with next to no training: 3 minutes
+#   bash runs/demo.sh --out DIR  somewhere else than runs_out/tiny
 #
-# Run again, it skips what is finished and continues what is not.
+# Ctrl-C saves all that runs. Started again, it skips what is finished and continues what is not.
 set -euo pipefail
-case "${1:-}" in --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;; esac
-from=$PWD
+out=runs_out/tiny text=tiny passkey=tiny_passkey kinds="text passkey"
+while [ $# -gt 0 ]; do
+    case $1 in
+        --text) kinds=text ;;
+        --quick) text=quick passkey=quick_passkey out=runs_out/quick ;;
+        --out) out=$(realpath -m "${2:?it needs a folder}") && shift ;;
+        --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
+        *) echo "error: there is no $1; see bash runs/demo.sh --help" >&2 && exit 1 ;;
+    esac
+    shift
+done
 . "$(dirname "$0")/setup.sh"
 install requirements.txt
 install paper/requirements.txt
-export PYTHONPATH=$PWD
-cd "$from" # where relative folders are meant
-exec python -m paper figure1 ${@+"${@/#--quick/--size=quick}"}
+
+# The data: State of the Union addresses, as bytes, and in tokens of several letters.
+python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
+python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
+
+# Models run side by side in the background, one a core, and write to logs. Ctrl-C tells them.
+set -m
+export OMP_NUM_THREADS=1
+stop() {
+    for job in $(jobs -p); do kill -- "-$job"; done
+    wait
+    echo "stopped, all is saved; the same command continues" && exit 130
+}
+trap stop INT TERM
+groups=("rope fope" "nope alibi")
+if [ "$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then groups=("rope fope nope alibi"); fi
+
+# Text: train each model, then read held-out text at 1x to 16x the training length.
+mkdir -p "$out/text" "$out/passkey"
+for group in "${groups[@]}"; do
+    echo "== text: $group (tail -f $out/text/*.log shows how far they are)"
+    for pos in $group; do
+        run=$out/text/${pos}_s0
+        [ -s "$run/perplexity.json" ] || (
+            trap : TERM
+            python train.py --preset $text --pos $pos --data "$out/data/bytes" --out "$run" --resume &&
+                python eval_perplexity.py "$run"
+        ) > "$run.log" 2>&1 &
+    done
+    wait
+done
+python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
+if [ "$kinds" = text ]; then exit; fi
+
+# Passkeys: train each on prompts of 512 tokens, then ask for keys in prompts of 512 to 8192.
+for group in "${groups[@]}"; do
+    echo "== passkeys: $group (tail -f $out/passkey/*.log shows how far they are)"
+    for pos in $group; do
+        run=$out/passkey/${pos}_s0
+        [ -s "$run/passkey.json" ] || (
+            trap : TERM
+            python train.py --preset $passkey --pos $pos --data "$out/data/bpe" --out "$run" --resume &&
+                python eval_passkey.py "$run"
+        ) > "$run.log" 2>&1 &
+    done
+    wait
+done
+python -m paper.plot "$out"/*/*_s0/p*y.json --out "$out/figure1" --depth
