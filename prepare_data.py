@@ -212,9 +212,10 @@ def labelled_documents(files, val_frac, join_lines):
         for text in filter(str.strip, read_documents(path)):
             joined = unwrap(text) if join_lines else text
             if few:
-                # at a line's end; at least 5,000 characters, some windows, but no more than half
+                # at least 5,000 characters, some windows, but no more than half; at a line's end
                 n = max(int(val_frac * len(joined)), min(5000, len(joined) // 2))
-                at = joined.find("\n", len(joined) - n) + 1 or len(joined) - n
+                at = len(joined) - n
+                at = joined.find("\n", at, at + n // 2) + 1 or at
                 yield "train", joined[:at]
                 yield "val", joined[at:]
             else:

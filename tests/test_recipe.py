@@ -249,7 +249,7 @@ def test_help_shows_the_values_that_a_preset_has_in_the_end(capsys):
     ends |= dict(warmup_steps=10_000, eval_every=1907, trials=1000)  # 19,074 steps
     for name, value in ends.items():
         assert paper[name].endswith(f"({value})"), paper[name]
-    for name, value in dict(warmup_steps=25, eval_every=50, lr=0.002, n_layer=4).items():
+    for name, value in dict(warmup_steps=50, eval_every=100, lr=0.002, n_layer=4).items():
         assert tiny[name].endswith(f"({value})"), tiny[name]
     assert paper["init_from"].endswith("stay") and "known" not in paper["init_from"]
     wide = help_of(capsys, "--preset", "180M")
