@@ -194,7 +194,7 @@ def depth_grid(results, lengths):
 
 def distance_grid(results, lengths):
     """The same by distance to the answer, under 32, 64, 128, ... tokens: (bins, lengths)."""
-    grid = np.full((distance_bin(max(lengths)) + 1, len(lengths)), np.nan)
+    grid = np.full((distance_bin(max(lengths) - 1) + 1, len(lengths)), np.nan)
     for column, length in enumerate(lengths):
         rows = [r["lengths"][length] for r in results]
         bins = distance_bin(np.concatenate([row["distance"] for row in rows]))

@@ -214,8 +214,8 @@ def test_the_tour_runs(tmp_path):
     """On models with next to no training, in a folder of its own."""
     notebook, code = read_tour()
     changes = {
-        "runs_out/tiny": str(tmp_path),
-        '"tiny"': '"tiny", "--tokens", "2048"',
+        "runs_out/tour": str(tmp_path),
+        '"512000"': '"2048"',
         "16 * 2048": "2048",
     }
     source = "".join(cell.source for cell in code)

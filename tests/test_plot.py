@@ -3,6 +3,7 @@
 import json
 
 import matplotlib.image
+import numpy as np
 from conftest import refuses
 
 from paper import plot, tables
@@ -139,3 +140,16 @@ def test_foreign_results_are_refused(tmp_path):
         text = text.replace(old, new)
     b.write_text(text)
     refuses(plot.main, [a, b, "--out", tmp_path], "no length in common")
+
+
+def test_keys_by_distance_have_the_same_bins_at_every_length():
+    """Under 32, 64, 128, ... tokens from the key to the answer, pooled over seeds."""
+    rows = [
+        {512: {"distance": [20, 40, 300], "right": [1, 1, 0]}, 2048: {"distance": [], "right": []}},
+        {512: {"distance": [60, 511], "right": [0, 1]}, 2048: {"distance": [31], "right": [1]}},
+    ]
+    grid = plot.distance_grid([{"lengths": row} for row in rows], [512, 2048])
+    assert grid.shape == (7, 2)  # under 32, 64, 128, 256, 512, 1024, 2048
+    nan = float("nan")
+    assert np.array_equal(grid[:, 0], [1, 0.5, nan, nan, 0.5, nan, nan], equal_nan=True)
+    assert np.array_equal(grid[:, 1], [1, *[nan] * 6], equal_nan=True)
