@@ -9,7 +9,6 @@ from conftest import ROOT
 
 from paper import results, tables
 
-NAMES = ("RoPE", "FoPE", "ALiBi")
 TEXTS = ["README.md", "results/README.md", "assignments/README.md"]
 
 
@@ -38,18 +37,30 @@ def test_every_gathered_result_is_in_the_report():
     assert len(list((ROOT / "results").rglob("*.*"))) <= 80
 
 
-def test_the_headline_is_the_reports():
-    """The mean perplexities at 16x, as the first paragraph has them."""
+def test_the_headline_is_that_of_the_results():
+    """Perplexities at 1x and 16x, and the share of RoPE's rise in loss that FoPE has, by seed."""
     found = results.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
-    ends = [results.seed_stats(found[label], "perplexity")[1][-1] for label in NAMES]
-    rope, fope, alibi = (f"{end:.1f}" for end in ends)
-    sentence = f"RoPE ends at a perplexity of {rope}, FoPE at {fope}, ALiBi at {alibi} ("
-    assert sentence in " ".join(read("README.md").split("## Quickstart")[0].split())
-    found = results.load_results([ROOT / "results" / "figure5_20M_cpu.json"])
-    on_books = found["perplexity on books"]
-    ends = [on_books[name][0]["lengths"][8192]["perplexity"] for name in NAMES]
-    sentence = "at 16x RoPE's perplexity is {:.0f}, FoPE's {:.0f}, ALiBi's {:.0f};".format(*ends)
-    assert sentence in read("README.md")
+    text, rises = " ".join(read("README.md").split()), {}
+    for label, words in (
+        ("RoPE", "RoPE's perplexity grows from 4.8 to 12.9"),
+        ("FoPE", "FoPE's from 4.8 to 6.6"),
+    ):
+        _, perplexity, _, n = results.seed_stats(found[label], "perplexity")
+        start, end = (f"{p:.1f}" for p in perplexity[[0, -1]])
+        assert n == 5 and words in text and words.endswith(f"from {start} to {end}")
+        rows = [r["lengths"] for r in found[label]]
+        rises[label] = [row[2048]["loss"] - row[128]["loss"] for row in rows]
+    shares = [fope / rope for fope, rope in zip(rises["FoPE"], rises["RoPE"], strict=True)]
+    assert 0.28 < sum(shares) / 5 < 0.36 and "about a third of what RoPE loses" in text
+    flat = results.load_results([ROOT / "results" / "figure1_all.json"])["perplexity"]
+    for label in ("ALiBi", "KERPLE"):
+        _, loss, _, _ = results.seed_stats(flat[label], "loss")
+        assert loss[-1] <= loss[0]
+
+
+def test_readme_is_a_page():
+    text = read("README.md")
+    assert text.count("\n") <= 130 and len(text.split()) <= 1500
 
 
 @pytest.mark.parametrize("text", TEXTS)
