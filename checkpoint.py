@@ -4,12 +4,15 @@ config.json (a copy of the latter, for people), log.jsonl and the tokenizer.
 """
 
 import json
+import pickle
+import sys
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+import common
 from common import Refused, file_errors, make_folder, write_atomically, write_json
 from model import GPT
 from recipe import check_pos, stored_recipe
@@ -43,16 +46,18 @@ def load_checkpoint(folder, device="cpu"):
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         config, weights = state["config"], state["model"]
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise
-        reason = f"{type(e).__name__}: {e}".strip().split("\n")[0]
-        what = "is damaged or was not written by this project"
-        raise Refused(f"{path} {what}: {reason}") from None
+        reason = f": {e}".split("\n")[0]
+        if isinstance(e, pickle.UnpicklingError):  # torch would advise to run it
+            reason = ", since it holds more than tensors and numbers"
+        raise Refused(f"{path} is damaged or was not written by this project{reason}") from None
     model = GPT(stored_recipe(config, path))
     if misfit := differences(model.state_dict(), weights):
-        raise Refused(f"{path} does not fit this code, which may have changed since: {misfit}")
+        what = "does not fit this code, which may have changed since"
+        raise Refused(f"{path} {what}: {misfit}; it is of commit {config.get('commit', 'unknown')}")
     model.load_state_dict(weights)
-    about = {k: v for k, v in config.items() if k not in ("recipe", "model", "training")}
-    if "data_sha256" in config.get("training", {}):  # a run of 071ed41
-        about["data_sha256"] = config["training"]["data_sha256"]
+    about = {name: value for name, value in config.items() if name != "recipe"}
+    if "training" in config:  # a run of 071ed41
+        about = {name: (config["training"] | config)[name] for name in ("data_sha256", "n_windows")}
     return model.to(device), about, state
 
 
@@ -77,6 +82,9 @@ def load_run(folder, device="cpu"):
     if not {"step", "optimizer"} <= state.keys():
         what = "a model, but not one that train.py wrote: its data and tokenizer are unknown"
         raise Refused(f"{folder} holds {what}")
+    for name, sha256 in common.code_hashes().items():
+        if about.get("code", {}).get(name, sha256) != sha256:
+            print(f"note: {name} has changed since {folder} was trained", file=sys.stderr)
     return model, about, state
 
 

@@ -4,11 +4,13 @@ What the scripts share: flags, refusals in one sentence, files, devices and proc
 
 import argparse
 import atexit
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -131,12 +133,31 @@ def make_folder(path):
     return Path(path)
 
 
+@contextmanager
+def lock(folder):
+    """
+    Within it no other process writes to a folder, and what a killed one left half written is gone.
+    Refused where another has the lock, which the system frees however that process ends.
+    """
+    with file_errors():
+        fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for half in Path(folder).glob("*.tmp"):
+            half.unlink()
+        yield
+    except BlockingIOError:
+        raise Refused(f"another command is writing to {folder}") from None
+    finally:
+        os.close(fd)
+
+
 def write_atomically(path, write):
     """Call write(file), then rename: a kill or a full disk leaves the old file or the new one."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with open(temporary, "xb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())  # or a power cut could leave the new name without its content
@@ -240,7 +261,7 @@ def all_reduce_sum(tensor):
 
 
 def code_hashes():
-    """What the weights of a run depend on beside its recipe: {file: the start of its sha256}."""
+    """The code of the model: {file: the start of its sha256}."""
     return {name: file_sha256(ROOT / name)[:16] for name in ("fope.py", "baselines.py", "model.py")}
 
 

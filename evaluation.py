@@ -227,12 +227,19 @@ def evaluate_lengths(lengths, evaluate, train_len):
 
 
 def result_file(args, kind):
-    """Where the result goes, checked now and not after the work."""
+    """Where the result goes, checked now and not after the work: it may replace a result alone."""
     out = args.out or Path(args.run) / f"{kind}.json"
-    if out.is_dir() or out.name == "config.json":
-        raise Refused(f"--out {out} is no file for results")
+    if out.exists() and not (out.is_file() and is_result(out)):
+        raise Refused(f"--out {out} is there already and is no result")
     common.make_folder(out.parent)
     return out
+
+
+def is_result(path):
+    try:
+        return {"kind", "lengths"} <= common.read_json(path).keys()
+    except Refused:
+        return False
 
 
 def write_result(out, model, kind, label, results, skipped, **more):

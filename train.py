@@ -37,6 +37,8 @@ from evaluation import window_loss
 from model import GPT
 from recipe import MAY_CHANGE, RECIPES, add_flags, check_known
 
+SAVE_SECONDS = 300
+
 
 def learning_rate(step, n_steps, warmup_steps, peak):
     """Linear warm-up, then a cosine to 10 % of the peak at the last step."""
@@ -58,22 +60,43 @@ def make_optimizer(model, recipe):
     )
 
 
-def describe_optimizer(optimizer):
-    """Its class, and the numbers of each group of parameters."""
-    numbers = [
-        {name: value for name, value in group.items() if type(value) in (float, tuple)}
-        for group in optimizer.param_groups
+def describe_optimizer(optimizer, peaks):
+    """Its class, and the settings of each group of parameters."""
+    groups = [
+        {"lr": peak} | {k: v for k, v in group.items() if k not in ("lr", "params") and v}
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True)
     ]
-    return {"class": type(optimizer).__name__, "groups": numbers}
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def load_optimizer(optimizer, saved, about, out):
+    """Its saved state, which must be of this kind, its moments of the shapes of the parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    fits = saved_sizes == [len(group["params"]) for group in optimizer.param_groups]
+    now = type(optimizer).__name__
+    fits &= about.get("optimizer", {}).get("class", now) == now
+    for i, state in saved["state"].items() if fits else ():
+        moments = [m for m in state.values() if torch.is_tensor(m) and m.dim() > 0]
+        fits &= all(m.shape == params[i].shape and m.dtype == params[i].dtype for m in moments)
+    if not fits:
+        raise Refused(f"the optimizer in {out} is of another kind or shape: cannot resume")
+    optimizer.load_state_dict(saved)
 
 
 class StopSignal:
-    """While entered, Ctrl-C and SIGTERM only set `signum`: the loop finishes its step and saves."""
+    """
+    While entered, Ctrl-C, SIGTERM and the SIGHUP of a lost connection only set `signum`: the loop
+    finishes its step and saves.
+    """
 
     signum = 0
 
     def __enter__(self):
-        self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
+        stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+            stops.pop()
+        self.before = {s: signal.signal(s, self.note) for s in stops}
         return self
 
     def note(self, signum, frame):
@@ -163,7 +186,6 @@ def micro_batches(recipe):
 
 def start_log(out, step, data):
     """Drop log lines after the checkpoint's step; copy the tokenizer beside the run."""
-    common.make_folder(out)
     lines = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step]
     common.write_atomically(out / "log.jsonl", lambda f: f.write("".join(lines).encode()))
     if (data.folder / "tokenizer.tiktoken").exists():
@@ -232,19 +254,18 @@ def main(argv=None):
     if model:
         if any(about.get(name, now) != now for name, now in trained_on.items()):
             raise Refused(f"{recipe.data} has other data than {out} was started with")
-        for name, sha256 in common.code_hashes().items():
-            if about.get("code", {}).get(name, sha256) != sha256:
-                print(f"note: {name} has changed since the run was started")
         model.config = recipe
     else:
         model = new_model(recipe, start).to(device)
     optimizer = make_optimizer(model, recipe)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    if "code" not in about:
-        about = trained_on | {"code": common.code_hashes(), **common.provenance(device)}
-        about["optimizer"] = describe_optimizer(optimizer)
     if "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(optimizer, state["optimizer"], about, out)
+    started = {"code": common.code_hashes(), **common.provenance(device)}
+    about = trained_on | started | about  # of the start, also when it is resumed
+    if about["code"] != started["code"]:
+        about["code_since"] = {"step": state["step"], **started["code"]}
+    about["optimizer"] = describe_optimizer(optimizer, peaks)
     step, val_loss, stop = state["step"], None, False
     del state  # or its memory would stay
 
@@ -254,8 +275,7 @@ def main(argv=None):
     print(f"{recipe.pos}: {n_params:,} parameters in blocks + head, {n_input:,} in the input table")
     sizes = f"{tokens_per_step:,} tokens from {batches.n_windows:,} windows"
     print(f"{n_steps:,} steps of {sizes}; on {common.world_size()} x {device.type}")
-    if common.rank() == 0:
-        start_log(out, step, data)
+    common.make_folder(out)
 
     raw_model = model
     if recipe.compile:
@@ -272,8 +292,12 @@ def main(argv=None):
         unit_scale=True,
         disable=common.rank() > 0,
     )
-    last_time, last_step, stop_at = time.time(), step, min(n_steps, args.stop_at or n_steps)
-    with bar, StopSignal() as stop_signal:
+    stop_at = min(n_steps, args.stop_at or n_steps)
+    last_time, last_step, last_save = time.monotonic(), step, time.monotonic()
+    first = common.rank() == 0
+    with bar, common.lock(out) if first else nullcontext(), StopSignal() as stop_signal:
+        if first:
+            start_log(out, step, data)
         while step < stop_at and not stop:
             # set the learning rates of this step
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -301,26 +325,31 @@ def main(argv=None):
             # log, now and then with the validation loss
             validate = step % recipe.eval_every == 0 or step == n_steps
             if validate or step % recipe.log_every == 0:
-                rate = (step - last_step) * tokens_per_step / (time.time() - last_time)
+                seconds = max(time.monotonic() - last_time, 1e-9)
+                rate = (step - last_step) * tokens_per_step / seconds
                 lr = optimizer.param_groups[0]["lr"]
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
                 line["tokens_per_s"] = round(rate)
                 if validate:
                     val_loss = float(window_loss(raw_model, val_tokens, recipe.train_len).mean())
                     line["val_loss"] = val_loss
-                if common.rank() == 0:
+                if first:
                     with common.file_errors(), open(out / "log.jsonl", "a") as f:
                         f.write(json.dumps(line) + "\n")
                 shown = f"{val_loss:.3f}" if val_loss else "-"
                 bar.set_postfix(loss=f"{loss:.3f}", val=shown, lr=f"{lr:.1e}", refresh=False)
-                last_time, last_step = time.time(), step
+                last_time, last_step = time.monotonic(), step
 
-            if step % recipe.save_every == 0 and step < stop_at:
+            # save by steps, and by the clock where steps are slow
+            due = step % recipe.save_every == 0 or time.monotonic() - last_save > SAVE_SECONDS
+            if due and step < stop_at:
                 save(out, raw_model, about, optimizer, step)
+                last_save = time.monotonic()
         save(out, raw_model, about, optimizer, step)  # a second Ctrl-C cannot interrupt it
 
     if step == n_steps:
-        print(f"done: {n_steps:,} steps; now: python eval_perplexity.py {shlex.quote(str(out))}")
+        script = "eval_passkey.py" if recipe.task_share == 1 else "eval_perplexity.py"
+        print(f"done: {n_steps:,} steps; now: python {script} {shlex.quote(str(out))}")
         return
     how = f"python train.py --resume --out {shlex.quote(str(out))} continues"
     print(f"stopped at step {step:,} of {n_steps:,} and saved; {how}")

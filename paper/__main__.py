@@ -69,8 +69,13 @@ def changes_of(figure, model, kind, seed, args):
     changes = {k: v for k, v in vars(base).items() if v != getattr(preset, k)}
     changes |= model.changes_to(base) | dict(seed=seed)
     changes["data"] = str(data_folder(data_of(figure, kind, args), args))
-    if not model.init_from or model.evaluated_again:
+    if not model.init_from:
         return changes, base.changed(**changes)
+    start = next(m for m in figure.models if m.name == model.init_from)
+    _, start = changes_of(figure, start, kind, seed, args)
+    if model.evaluated_again:
+        scaling = start.scaling_of_trained(changes["rope_scaling"])
+        return changes, start.changed(rope_scaling=scaling)
     changes |= dict(
         init_from=str(run_folder(figure, kind, model.init_from, seed, args)),
         train_len=2 * base.train_len,
@@ -78,8 +83,6 @@ def changes_of(figure, model, kind, seed, args):
         batch_size=SIZES[args.size].continued_batch,
         tokens=int(base.tokens * figure.share),
     )
-    start = next(m for m in figure.models if m.name == model.init_from)
-    _, start = changes_of(figure, start, kind, seed, args)
     return changes, start.going_on(**changes)
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 from tqdm import tqdm
 
 from common import ROOT, Refused, make_folder, read_json
-from recipe import Recipe, recipe_fields
+from recipe import MAY_CHANGE, Recipe, recipe_fields
 
 
 def n_cores():
@@ -36,13 +36,16 @@ class Job:
     shown: bool = True
 
     def done(self):
-        """Whether all results are there. Refused where they are of another budget."""
+        """Whether all results are there. Refused where one is of another recipe."""
         if not all(path.exists() for path in self.results):
             return False
+        asked = vars(self.recipe.resolved())
         for path in self.results:
-            if (tokens := recipe_fields(read_json(path))["tokens"]) != self.recipe.tokens:
-                what = f"{path} is of a model of {tokens:,} tokens, not {self.recipe.tokens:,}"
-                raise Refused(f"{what}; choose another --out or move it away")
+            for name, was in recipe_fields(read_json(path)).items():
+                of_the_data = name in ("tokenizer", "vocab_size")
+                if not of_the_data and name not in MAY_CHANGE and was != asked[name]:
+                    what = f"{path} is of a model with {name} {was}, not {asked[name]}"
+                    raise Refused(f"{what}; choose another --out or move it away")
         return True
 
 
@@ -119,5 +122,4 @@ def run_jobs(jobs, args):
             pool.shutdown(cancel_futures=True)
             raise
     if failed:
-        name, problem = next(iter(failed.items()))
-        raise Refused(f"{len(failed)} of {len(jobs)} jobs failed; of {name} {problem}")
+        raise Refused(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")

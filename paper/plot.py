@@ -220,9 +220,10 @@ def figure_heat(by_label, by):
         ax.set_title(label, fontsize=11)
         ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], rotation=45)
         ax.set_xlabel("length (tokens)")
-    axes[0, 0].set_ylabel("depth of the key in the filler")
-    axes[0, 0].set_yticks([-0.5, 4.5, 9.5], ["0 %", "50 %", "100 %"])
-    if by == "distance":
+    if by == "depth":
+        axes[0, 0].set_ylabel("depth of the key in the filler")
+        axes[0, 0].set_yticks([-0.5, 4.5, 9.5], ["0 %", "50 %", "100 %"])
+    else:
         axes[0, 0].set_ylabel("tokens from key to answer, under")
         axes[0, 0].set_yticks(range(len(grid)), [str(2 ** (i + 5)) for i in range(len(grid))])
     seeds = max(len(rs) for rs in by_label.values())

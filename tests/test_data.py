@@ -692,3 +692,26 @@ def test_the_default_tokenizer_needs_no_download(tmp_path):
     (tmp_path / "long.txt").write_text("some words " * 100_000)
     argv = [f"--source={tmp_path / 'long.txt'}", "--out=x"]
     assert prepare_data.parse_args(argv).tokenizer == "bpe:2048"
+
+
+def test_an_edited_text_of_the_same_size_is_noticed(tmp_path):
+    (tmp_path / "a.txt").write_text("some words\n" * 2000)
+    argv = ["--source", tmp_path / "a.txt", "--tokenizer=byte"]
+    prepare(tmp_path / "out", *argv)
+    (tmp_path / "a.txt").write_text("more words\n" * 2000)
+    refuses(prepare_data.main, [*argv, "--out", tmp_path / "out"], "from other files")
+
+
+def test_data_is_not_written_into_its_own_source(tmp_path):
+    source = write_text(tmp_path / "text")
+    for out in (source, source / "data", source / "a" / "b"):
+        refuses(prepare_data.main, ["--source", source, "--out", out], "choose another")
+
+
+def test_two_commands_do_not_prepare_one_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    argv = ["--source", write_text(tmp_path / "text"), "--tokenizer=byte", "--out"]
+    with common.lock(tmp_path / "out"):
+        refuses(prepare_data.main, [*argv, tmp_path / "out"], "another command is writing to")
+    assert not list((tmp_path / "out").iterdir())
+    prepare(tmp_path / "out", *argv[:-1])

@@ -156,7 +156,6 @@ def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
     "changes, words",
     [
         ({"pos": "xpos"}, "unknown position embedding 'xpos'; known: nope, alibi, rope, fope, ker"),
-        ({"preset": "70B"}, "unknown preset '70B'; known: tiny, tiny_passkey"),
         ({"task": "chess", "task_share": 0.5}, "unknown task 'chess'; known: passkey"),
         ({"task": "passkey"}, "--task and --task_share go together"),
         ({"task_share": 0.5}, "--task and --task_share go together"),

@@ -81,10 +81,9 @@ def test_training_killed_20_times_ends_with_the_same_weights(server, data_folder
     for number in range(20):
         if number % 2 == 0:
             n = number // 2 % 4
-            half = out / f"{writes[n]}.tmp"
-            half.unlink(missing_ok=True)  # of an earlier kill
             assert run_and_kill(server, bad_disk.run_train, argv, n + 1), OVER
-            assert half.exists(), "the half of a file is not there"
+            halves = [path.name.split(".")[:2] for path in out.glob("*.tmp")]
+            assert halves == [writes[n].split(".")], "not the half of that file alone"
         else:
             n, pause = len(read_log(out)) + rng.choice([0, 1, 2]), rng.uniform(0, 0.03)
             kill = lambda n=n, p=pause: len(read_log(out)) > n and not time.sleep(p)  # noqa: E731
@@ -108,11 +107,9 @@ def test_preparing_killed_20_times_ends_with_the_same_shards(server, tmp_path):
     argv += ["--out", out]
     for number in range(20):
         if number % 2 == 0:
-            for half in out.glob("*.tmp"):  # of an earlier kill
-                half.unlink()
             n_writes = 1 + number // 2 % 3
             assert run_and_kill(server, bad_disk.run_prepare_data, argv, n_writes), OVER
-            assert list(out.glob("*.tmp")), "the half of a file is not there"
+            assert len(list(out.glob("*.tmp"))) == 1, "the half of a file is not there, or others"
         else:
             n = len(list(out.glob("*.bin"))) + rng.choice([0, 0, 1])
             kill = lambda n=n: len(list(out.glob("*.bin"))) > n  # noqa: E731
@@ -333,12 +330,10 @@ def test_two_processes_train_and_evaluate_as_one(data_folder, tmp_path):
         assert results[0]["hardware"].startswith("2 x ")
         for length in ("256", "512"):
             ours, expected = (result["lengths"][length] for result in results)
-            if "by_position" in expected:  # of the longest
-                (start, loss), (start_of_one, loss_of_one) = (
-                    row.pop("by_position").values() for row in (ours, expected)
-                )
-                assert start == start_of_one and loss == pytest.approx(loss_of_one, abs=2e-5)
-            assert ours == pytest.approx(expected, abs=1e-5)
+            assert ours.keys() == expected.keys()
+            for name, value in expected.items():
+                rounded = isinstance(value, list)
+                assert ours[name] == pytest.approx(value, abs=2e-4 if rounded else 1e-5), name
 
 
 @pytest.mark.slow

@@ -155,15 +155,17 @@ def test_resume_where_there_is_no_run_starts_it(data_folder, checkpoint, tmp_pat
 def test_resume_with_changed_code_prints_one_note(data_folder, tmp_path, monkeypatch, capsys):
     run_training(data_folder, tmp_path, "--stop_at", "1")
     train.main(["--resume", "--out", str(tmp_path), "--stop_at", "2"])
-    assert "note:" not in capsys.readouterr().out
+    assert "note:" not in capsys.readouterr().err
     now = common.code_hashes()
     assert set(now) == {"fope.py", "baselines.py", "model.py"}
     monkeypatch.setattr(common, "code_hashes", lambda: now | {"model.py": "0" * 16})
     train.main(["--resume", "--out", str(tmp_path), "--stop_at", "3"])
-    notes = [line for line in capsys.readouterr().out.splitlines() if "note:" in line]
-    assert notes == ["note: model.py has changed since the run was started"]
-    # what the run was started with stays on record
-    assert weights(tmp_path)["config"]["code"] == now
+    notes = [line for line in capsys.readouterr().err.splitlines() if "note:" in line]
+    assert notes == [f"note: model.py has changed since {tmp_path} was trained"]
+    # what the run was started with stays on record, and where it went on with other code
+    config = weights(tmp_path)["config"]
+    assert config["code"] == now and config["code_since"]["step"] == 2
+    assert config["code_since"]["model.py"] == "0" * 16
 
 
 def test_resume_drops_log_lines_after_the_checkpoint(data_folder, tmp_path):
@@ -200,7 +202,7 @@ def test_gradient_accumulation_is_the_whole_batch(data_folder, tmp_path):
         torch.testing.assert_close(whole["model"][name], parts["model"][name], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(
     data_folder, checkpoint, tmp_path, monkeypatch, capsys, number
 ):
@@ -329,6 +331,38 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
     compiled = run_training(data_folder, tmp_path / "c", "--compile")
     expected = log(checkpoint)[-1]["val_loss"]
     assert log(compiled)[-1]["val_loss"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_run_is_saved_by_the_clock_where_steps_are_slow(data_folder, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *args, step, **kw: saved.append(step))
+    run_training(data_folder, tmp_path, "--stop_at=4")
+    assert saved == [1, 2, 3, 4]
+
+
+def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
+    """The second is refused, whether the first is a run under way or one that has just begun."""
+    run_training(data_folder, tmp_path / "run", "--stop_at=2")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    (tmp_path / "new").mkdir()
+    for name in ("run", "new"):
+        with common.lock(tmp_path / name):
+            argv = train_argv(data_folder, tmp_path / name, "--resume")
+            refuses(train.main, argv, f"another command is writing to {tmp_path / name}")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+    run_training(data_folder, tmp_path / "run", "--resume", "--stop_at=3")
+
+
+@pytest.mark.parametrize("shape", [(3,), (32,), (64, 32)])
+def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shape):
+    """In torch's fused step wrong shapes are a crash of the process, or other numbers."""
+    run_training(data_folder, tmp_path, "--stop_at=2")
+    state = weights(tmp_path)
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(shape)
+    torch.save(state, tmp_path / "checkpoint.pt")
+    argv = train_argv(data_folder, tmp_path, "--resume")
+    refuses(train.main, argv, "of another kind or shape: cannot resume")
 
 
 # --- refusals
@@ -707,7 +741,6 @@ def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words)
     "changes",
     [
         {"preset": ["tiny"]},
-        {"preset": "no such preset"},
         {"train_len": "32", "pos": "rope"},
         {"train_len": None},
         {"n_layer": 2.5},
