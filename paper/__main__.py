@@ -73,9 +73,6 @@ def changes_of(figure, model, kind, seed, args):
         return changes, base.changed(**changes)
     start = next(m for m in figure.models if m.name == model.init_from)
     _, start = changes_of(figure, start, kind, seed, args)
-    if model.evaluated_again:
-        scaling = start.scaling_of_trained(changes["rope_scaling"])
-        return changes, start.changed(rope_scaling=scaling)
     changes |= dict(
         init_from=str(run_folder(figure, kind, model.init_from, seed, args)),
         train_len=2 * base.train_len,
@@ -95,16 +92,11 @@ def train_command(changes, preset, run, args):
 
 def eval_commands(figure, model, kind, run, args):
     """{the result: words of the command that writes it}: on each corpus of the figure."""
-    script, commands, changes = "passkey", {}, []
-    if kind == "text":
-        script = "perplexity"
-    if model.evaluated_again:
-        changes = [word for item in model.changes.items() for word in flag_words(*item)]
+    script, commands = "perplexity" if kind == "text" else "passkey", {}
     for corpus in figure.corpora if kind == "text" else ("",):
-        tags = ["perplexity" if kind == "text" else kind]
-        tags += [model.name] * model.evaluated_again + [corpus] * bool(corpus)
-        result = run / f"{'_'.join(tags)}.json"
-        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device, *changes]
+        name = script if kind == "text" else kind
+        result = run / (f"{name}_{corpus}.json" if corpus else f"{name}.json")
+        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
         command += ["--data", data_folder(corpus, args)] if corpus else []
         if corpus in SIZES[args.size].read_tokens:
             command += ["--max_tokens", SIZES[args.size].read_tokens[corpus]]
@@ -117,14 +109,14 @@ def eval_commands(figure, model, kind, run, args):
 def job_of(figure, model, kind, seed, args):
     changes, recipe = changes_of(figure, model, kind, seed, args)
     run, needs = run_folder(figure, kind, model.name, seed, args), ""
-    name, trains, read = str(run.relative_to(args.out)), not model.evaluated_again, run
+    name, trains = str(run.relative_to(args.out)), True
     if model.init_from:
         start = run_folder(figure, kind, model.init_from, seed, args)
-        needs, read = str(start.relative_to(args.out)), run if trains else start
+        needs = str(start.relative_to(args.out))
     if kind != "text" and SIZES[args.size].one_for_both:  # the text model is evaluated once more
         name, needs, trains = f"{name} {kind}", name, False
     commands = [train_command(changes, recipe.preset, run, args)] if trains else []
-    evaluations = eval_commands(figure, model, kind, read, args)
+    evaluations = eval_commands(figure, model, kind, run, args)
     commands += evaluations.values()
     return Job(name, recipe, commands, list(evaluations), needs, trains, model.shown)
 
@@ -268,8 +260,6 @@ def main(argv=None):
             print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
         return
     name, figure = args.figure, FIGURES[args.figure]
-    if figure.tiny_only and args.size not in TINY:
-        raise Refused(f"{name} is made for tiny models: it goes with --size tiny alone")
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
     n_tokens = f"_{args.tokens}" if args.tokens else ""
@@ -295,9 +285,6 @@ def main(argv=None):
     gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
     result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
     common.write_json(result, gathered)
-    if name.startswith("rates"):  # a table alone
-        print(tables.rates_table(gathered))
-        return
     results = load_results([result])
     drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, figure.ratio)
     print(tables.markdown_table(results, figure.measure))

@@ -15,13 +15,12 @@ from recipe import RECIPES
 
 @dataclass
 class Model:
-    """One line of a figure: a model that is trained, or one that is evaluated once more."""
+    """One line of a figure: a model that is trained and read."""
 
     name: str  # of its folder, which ends in _sSEED
     changes: dict  # to the recipe; a value may be a function of the recipe
     label: str | None = None  # in figures; None: its embedding's name
     init_from: str = ""  # the model that it goes on from, at twice the length
-    evaluated_again: bool = False  # nothing is trained: init_from is read with the changes
     shown: bool = True  # false: it is only there for others to start from
 
     def changes_to(self, recipe):
@@ -46,7 +45,6 @@ class Figure:
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw tasks by depth, too
     ratio: bool = False  # and the ratio of the perplexities on the two corpora
-    tiny_only: bool = False  # its changes are for the tiny size
 
 
 @dataclass
@@ -131,7 +129,7 @@ def twice_the_length(recipe):
 
 
 def fire_lr(recipe):
-    """What the check of learning rates found (rates_text): all others keep the preset's."""
+    """What a check of learning rates found: all others keep the preset's."""
     return 4e-3 if recipe.preset in TINY else recipe.lr
 
 
@@ -146,19 +144,8 @@ def fope(name, label, **pos_args):
     return Model(f"fope_{name}", dict(pos="fope", pos_args=pos_args), f"FoPE, {label}")
 
 
-def shape(name, label, **changes):
-    """RoPE and FoPE in another shape of model."""
-    pair = (("rope", "RoPE"), ("fope", "FoPE"))
-    return [Model(f"{pos}_{name}", dict(pos=pos, **changes), f"{p}, {label}") for pos, p in pair]
-
-
 def goes_on(init_from, name, label, **changes):
     return Model(f"{init_from}_{name}", changes, label, init_from)
-
-
-def again(init_from, name, label, **scaling):
-    changes = dict(rope_scaling=scaling)
-    return Model(f"{init_from}_{name}", changes, label, init_from, evaluated_again=True)
 
 
 def with_changes(models, suffix, label="{}", **changes):
@@ -176,7 +163,6 @@ def with_changes(models, suffix, label="{}", **changes):
 
 FOUR, PAIR = plain("nope", "alibi", "rope", "fope"), plain("rope", "fope")
 BOTH = ("passkey", "text")
-SEVEN = (*FOUR, *plain("kerple", "fire", "rope_a"))
 FIRE = Model("fire_fast", dict(pos="fire", lr=fire_lr), "FIRE")
 CF, FS = fope("cf", "CF alone", sigma=0), fope("fs", "FS alone", floor=False)
 FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", floor=False, sigma=fs_sigma)
@@ -200,27 +186,6 @@ CONTINUED = (
         rope_scaling=YARN16,
         pos_args=dict(floor=twice_the_length),
     ),
-)
-UNTRAINED = (
-    *PAIR,
-    again("rope", "yarn4", "RoPE, YaRN x4", **YARN4),
-    again("rope", "yarn16", "RoPE, YaRN x16", **YARN16),
-    again("rope", "warm", "RoPE, YaRN x4, temperature", **YARN4, temperature=True),
-    again("rope", "pi4", "RoPE, interpolation x4", kind="interpolate", factor=4),
-    again("fope", "yarn4", "FoPE, YaRN x4", **YARN4),
-    again("fope", "yarn16", "FoPE, YaRN x16", **YARN16),
-)
-SHAPES = (
-    *PAIR,
-    *shape("wider", "2 heads of 128", n_head=2, head_dim=128),
-    *shape("more", "8 heads of 32", n_head=8, head_dim=32),
-    *shape("deeper", "8 layers, width 80", n_layer=8, n_embd=80),
-)
-DOUBLED = (
-    *plain("fope"),
-    Model("fope_head_dim2", dict(pos="fope", head_dim=128), "FoPE, 4 heads of 128"),
-    Model("fope_heads2", dict(pos="fope", n_head=8), "FoPE, 8 heads of 64"),
-    Model("fope_layers2", dict(pos="fope", n_layer=8), "FoPE, 8 layers"),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
 DS = [fope(f"D{n}", f"D = {n}K", n_freq=times(n)) for n in (2, 4, 8)]
@@ -248,27 +213,10 @@ READINGS = (
 )
 
 
-def at_rates(models, *rates):
-    """The models with other learning rates."""
-    return [m for r in rates for m in with_changes(models, f"lr{r}", f"{{}}, {r}", lr=r)]
-
-
 BOOKS = dict(trained_on="books", corpora=("books", "c4"))
 
 FIGURES = {
-    "rates_text": Figure(
-        "other learning rates, text",
-        (*SEVEN, *at_rates(SEVEN, 1e-3, 4e-3), *at_rates(plain("fire"), 8e-3)),
-        tiny_only=True,
-    ),
-    "rates_passkey": Figure(
-        "other learning rates, passkeys",
-        (*FOUR, *at_rates(FOUR, 1e-3, 2e-3, 4e-3)),
-        ("passkey",),
-        tiny_only=True,
-    ),
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
-    "figure1_again": Figure("RoPE and FoPE of figure 1 once more", PAIR, BOTH),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "parts": Figure(
         "floor, series, QK-norm and KERPLE beside RoPE and FoPE", PARTS, BOTH, depth=True
@@ -279,18 +227,8 @@ FIGURES = {
     "figure4_quarter": Figure(
         "the same with a quarter", (*STARTS, *with_changes(CONTINUED, "quarter")), BOTH, share=0.25
     ),
-    "figure4_rate": Figure(
-        "the same at a quarter of the rate",
-        (*STARTS, *with_changes(CONTINUED, "slow", lr=5e-4)),
-        tiny_only=True,
-    ),
-    "figure4_untrained": Figure("YaRN and interpolation without more training", UNTRAINED),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
-    "figure6a_double": Figure(
-        "head_dim, heads or layers doubled", DOUBLED, **BOOKS, ratio=True, tiny_only=True
-    ),
-    "figure6a_shape": Figure("layers, heads and width at equal size", SHAPES, tiny_only=True),
     "figure6b": Figure(
         "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, ratio=True
     ),

@@ -63,26 +63,16 @@ FEW = 6  # more lines than these leave no room for the legend, bands and dots
 def styles(labels):
     """
     {label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones
-    for everything else: one for the same change to two embeddings ("RoPE, YaRN x4" and "FoPE, YaRN
-    x4"), the second dashed. What goes on from RoPE ("RoPE to FoPE") is dashed, too.
+    for everything else. What goes on from RoPE ("RoPE to FoPE") is dashed, too.
     """
     fixed = {NAMES[pos]: {"color": colour, "marker": m} for pos, (colour, m) in STYLES.items()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
     more = itertools.cycle(more)
-    style, unpaired = {}, {}
-    for label in labels:
-        name, _, change = label.partition(", ")
-        if label in fixed:
-            style[label] = fixed[label]
-        elif change in unpaired and name in fixed:
-            style[label] = {**unpaired.pop(change), "ls": "--"}
-        else:
-            style[label] = unpaired[change] = next(more)
-        if label.startswith("RoPE to "):
-            style[label] = {**style[label], "ls": "--"}
-    return style
+    style = {label: fixed[label] if label in fixed else next(more) for label in labels}
+    goes_on = {label: {"ls": "--"} for label in labels if label.startswith("RoPE to ")}
+    return {label: line | goes_on.get(label, {}) for label, line in style.items()}
 
 
 def draw_lines(ax, by_label, name, style, spread):

@@ -45,8 +45,6 @@ def arguments(tmp_path, size="tiny", **more):
 def test_every_command_of_every_figure_is_understood(name, size, tmp_path):
     """By the scripts' own parsers: an unknown flag or preset would fail hours into a campaign."""
     figure = FIGURES[name]
-    if figure.tiny_only and size != "tiny":
-        pytest.skip(f"{name} has tiny models alone")
     made = paper.jobs_of(figure, arguments(tmp_path, size))
     names = [job.name for job in made]
     results = [path for job in made for path in job.results]
@@ -190,7 +188,7 @@ def test_results_of_another_budget_are_not_taken_for_these(tmp_path):
 def test_a_figure_whose_models_were_changed_does_not_show_the_old_ones(tmp_path):
     """Same names, another sigma: refused, and not taken for done."""
     args = arguments(tmp_path, "quick", seeds=range(1))
-    for figure in (FIGURES["equations"], FIGURES["figure4_untrained"]):
+    for figure in (FIGURES["equations"], FIGURES["figure4"]):
         for job in paper.jobs_of(figure, args):
             for path in job.results:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +226,6 @@ def test_list_and_refusals(capsys, tmp_path):
     refuses(paper.main, ["figure9"], "invalid choice", "figure6a")
     refuses(paper.main, ["figure1", "--size", "3B"], "invalid choice")
     refuses(paper.main, ["figure1", "--seeds", "0"], "--seeds", "1 to 99 seeds")
-    refuses(paper.main, ["figure6a_shape", "--size", "20M"], "tiny alone")
     argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
     if not (ROOT / "data" / "c4" / "meta.json").exists():
         refuses(paper.main, argv, "no data/c4", "python prepare_data.py --help")

@@ -29,14 +29,12 @@ def result_file(folder, kind, pos, seed, value):
 
 
 def test_every_line_of_a_figure_has_a_style_of_its_own():
-    names = ("RoPE", "FoPE", "RoPE-A")
     labels = ["RoPE", "FoPE", "RoPE + QK-norm"]
-    labels += [f"{name}, YaRN x{s}" for s in (4, 16) for name in names]
     labels += [f"FoPE (sigma={s}, variant=paper)" for s in (0.1, 0.2)]
     labels += ["RoPE to FoPE", "FoPE to FoPE"]
     style = plot.styles(labels)
     assert len({tuple(line.items()) for line in style.values()}) == len(labels)
-    assert style["FoPE, YaRN x4"] == style["RoPE, YaRN x4"] | {"ls": "--"}
+    assert style["RoPE + QK-norm"] == style["RoPE"] | {"ls": "--"}
     assert style["RoPE to FoPE"]["ls"] == "--" and "ls" not in style["FoPE to FoPE"]
 
 
