@@ -10,6 +10,7 @@ Seeds of one label are drawn as their mean, with the standard deviation or each 
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -232,8 +233,7 @@ def draw(results, out, measure="perplexity", depth=False, ratio=False):
             figures[f"{out}_{by}"] = figure_heat(tasks[0], by)
     make_folder(Path(out).parent)
     for name, fig in figures.items():
-        with file_errors():
-            fig.savefig(f"{name}.png", dpi=160)
+        write_atomically(f"{name}.png", partial(fig.savefig, format="png", dpi=160))
         plt.close(fig)
     return [f"{name}.png" for name in figures]
 
@@ -257,6 +257,8 @@ def main(argv=None):
         results = load_results(args.results)
         measure = "loss" if args.loss else "perplexity"
         out = args.out or Path(args.results[0]).with_suffix("")
+        if not Path(out).name or Path(out).is_dir() or str(out).endswith("/"):
+            raise Refused(f"--out {out} is a folder; give a name in it, without .png")
         figures = draw(results, out, measure, args.depth, args.ratio)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)

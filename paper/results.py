@@ -117,7 +117,8 @@ def check_result(result, path):
         names = TASK_MEASURES if is_task(result["kind"]) else TEXT_MEASURES
         numbers = [row[name] for row in result["lengths"].values() for name in names]
         numbers += [seed_of(result), train_len_of([result])]
-        ok = all(isinstance(x, int | float) for x in numbers) and train_len_of([result]) > 0
+        ok = all(isinstance(x, int | float) and 0 <= x < math.inf for x in numbers)
+        ok = ok and train_len_of([result]) > 0
         ok = ok and isinstance(label_of(result), str)
     except (KeyError, TypeError, ValueError, AttributeError):
         ok = False

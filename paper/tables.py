@@ -2,6 +2,7 @@
 Results to Markdown tables.
 """
 
+import html
 import re
 import shlex
 from pathlib import Path
@@ -81,7 +82,7 @@ def html_tables(markdown):
     """The same as HTML, for docs/index.html, which draws its curves from them."""
     tables = []
     for table in markdown.split("\n\n"):
-        lines = [line.strip("| ").split(" | ") for line in table.split("\n")]
+        lines = [line.strip("| ").split(" | ") for line in html.escape(table, False).split("\n")]
         rows = ["".join(f'<th scope="col">{cell}</th>' for cell in lines[0])]
         for label, *cells in lines[2:]:
             values = "".join(f"<td>{cell}</td>" for cell in cells)

@@ -126,6 +126,9 @@ def test_foreign_results_are_refused(tmp_path):
     for old, new, words in (
         ('"tokens": 10}', '"tokens": 10, "loss": "a"}', "no result of"),
         ('"128": {', '"128": 3, "129": {', "no result of"),
+        ('"tokens": 10}', '"tokens": 10, "loss": NaN}', "no result of"),
+        ('"tokens": 10}', '"tokens": 10, "loss": Infinity}', "no result of"),
+        ('"tokens": 10}', '"tokens": 10, "loss": -1}', "no result of"),
         ('"train_len": 128', '"train_len": 0', "no result of"),
         ('"seed": 0', '"seed": 0, "label": "_x"', "the label _x"),
     ):
@@ -151,3 +154,24 @@ def test_keys_by_distance_have_the_same_bins_at_every_length():
     nan = float("nan")
     assert np.array_equal(grid[:, 0], [1, 0.5, nan, nan, 0.5, nan, nan], equal_nan=True)
     assert np.array_equal(grid[:, 1], [1, *[nan] * 6], equal_nan=True)
+
+
+def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = result_file(tmp_path, "perplexity", "rope", 0, 1.0)
+    argv = [str(path), "--out", str(tmp_path / "fig")]
+    plot.main(argv)
+    before = (tmp_path / "fig.png").read_bytes()
+
+    def disk_full(self, file, **kwargs):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot.plt.Figure, "savefig", disk_full)
+    refuses(plot.main, argv, "fig.png could not be written (No space left on device)")
+    assert (tmp_path / "fig.png").read_bytes() == before
+    for out in (tmp_path, f"{tmp_path}/figs/"):
+        refuses(plot.main, [path, "--out", out], "is a folder")
+
+
+def test_labels_are_text_in_a_page():
+    assert "<b>" not in tables.html_tables("| a | b |\n|---|--:|\n| <b>x</b> | 1 |")

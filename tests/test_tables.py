@@ -97,7 +97,7 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
     """
     generator, comparisons, expected, flips = np.random.default_rng(0), [], {}, {}
     for name in "abc":
-        losses = {"FoPE": generator.normal(size=7), "RoPE": generator.normal(size=7) + 1}
+        losses = {"FoPE": 5 + generator.normal(size=7), "RoPE": 6 + generator.normal(size=7)}
         differences = (losses["RoPE"] - losses["FoPE"])[1:]
         expected[name] = stats.ttest_1samp(differences, 0)
         exact = stats.permutation_test((differences,), np.mean, permutation_type="samples")
