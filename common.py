@@ -42,7 +42,7 @@ def one_sentence_errors(main):
         except (MemoryError, RuntimeError) as e:
             if not is_out_of_memory(e):
                 raise
-            less = "a larger --grad_accum, a smaller model or shorter lengths need less"
+            less = "a larger --grad_accum, smaller models, shorter lengths, smaller files need less"
             sys.exit(f"error: out of memory; {less}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

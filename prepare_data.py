@@ -89,6 +89,8 @@ def unwrap(text):
 def expand(paths):
     """The files of a local source, folders searched; sorted, so that every run has one order."""
     files = []
+    if "" in paths:
+        raise Refused("a source has no name")
     for path in map(Path, paths):
         if path.is_dir():
             inside = (p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))

@@ -70,7 +70,8 @@ class Runner:
                 words = [str(word).removeprefix(f"{ROOT}/") for word in command]
                 log.write(f"python {shlex.join(words)}\n".encode())
                 log.flush()
-                if self.call(words, log):
+                if code := self.call(words, log):
+                    log.write(f"killed by signal {-code}\n".encode() if code < 0 else b"")
                     break
             else:
                 return ""

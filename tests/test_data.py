@@ -715,3 +715,7 @@ def test_two_commands_do_not_prepare_one_folder(tmp_path):
         refuses(prepare_data.main, [*argv, tmp_path / "out"], "another command is writing to")
     assert not list((tmp_path / "out").iterdir())
     prepare(tmp_path / "out", *argv[:-1])
+
+
+def test_a_source_without_a_name_is_not_the_current_folder(tmp_path):
+    refuses(prepare_data.main, ["--source", "", "--out", tmp_path / "x"], "has no name")

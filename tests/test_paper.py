@@ -214,6 +214,13 @@ def test_a_failed_job_shows_the_end_of_its_log_and_stops_what_needs_it_alone(tmp
     assert "bad failed; the end of" in printed and "this is why" in printed
 
 
+def test_a_job_that_was_killed_says_so(tmp_path, capsys):
+    made = [job(tmp_path, "a", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")]
+    with pytest.raises(Refused):
+        jobs.run_jobs(made, arguments(tmp_path))
+    assert "killed by signal 9" in capsys.readouterr().err
+
+
 # --- the command
 
 
