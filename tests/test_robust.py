@@ -101,7 +101,7 @@ def test_training_killed_20_times_ends_with_the_same_weights(server, data_folder
 def test_preparing_killed_20_times_ends_with_the_same_shards(server, tmp_path):
     text = write_text(tmp_path / "text", n_documents=150)
     argv = ["--source", text, "--tokenizer", "bpe:300", "--val_frac", "0.2"]
-    argv += ["--shard_tokens", "1500", "--workers", "2"]
+    argv += ["--shard_tokens", "1500"]
     prepare_data.main([str(a) for a in [*argv, "--out", tmp_path / "straight"]])
     out, rng = tmp_path / "killed", random.Random(0)
     argv += ["--out", out]
