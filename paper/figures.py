@@ -44,7 +44,6 @@ class Figure:
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw tasks by depth, too
-    ratio: bool = False  # and the ratio of the perplexities on the two corpora
 
 
 @dataclass
@@ -228,10 +227,8 @@ FIGURES = {
         "the same with a quarter", (*STARTS, *with_changes(CONTINUED, "quarter")), BOTH, share=0.25
     ),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
-    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS, ratio=True),
-    "figure6b": Figure(
-        "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, ratio=True
-    ),
+    "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
+    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
     "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
     "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
     "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),

@@ -103,9 +103,8 @@ def length_axis(ax, train_len, lengths):
 def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     draw_lines(ax, by_label, measure, style, spread)
     name = "loss in nats" if measure == "loss" else measure
-    is_ratio = " / " in kind
-    unit = f"per {unit_of(next(iter(by_label.values())))} (lower is better)"
-    ax.set_ylabel(f"ratio of {name}" if is_ratio else f"{name} {unit}")
+    unit = unit_of(next(iter(by_label.values())))
+    ax.set_ylabel(f"{name} per {unit} (lower is better)")
     title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
     ax.set_title(f"{title} ({note})", fontsize=11)
     if measure == "perplexity":  # so that equal losses in nats have equal heights
@@ -136,14 +135,10 @@ def task_panel(ax, by_label, task, name, style, note, spread):
     ax.set_title(f"{what} ({note})", fontsize=11)
 
 
-def figure_length(results, measure="perplexity", ratio=False):
-    """
-    Perplexity (or loss) and passkey accuracy against length: the paper's figure 1. ratio: of the
-    perplexities on two corpora, too, as its figures 6a and 6b.
-    """
-    kinds = [kind for kind in results if results[kind] and (ratio or " / " not in kind)]
-    panels = [(k, n) for k in kinds for n in (TASK_MEASURES if is_task(k) else (measure,))]
-    style = styles(list(dict.fromkeys(label for kind in kinds for label in results[kind])))
+def figure_length(results, measure="perplexity"):
+    """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
+    panels = [(k, n) for k in results for n in (TASK_MEASURES if is_task(k) else (measure,))]
+    style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
     beside = len(style) > FEW
     size = (5.2 * len(panels) + 2.4 * beside, 4.2)
     fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
@@ -160,14 +155,14 @@ def figure_length(results, measure="perplexity", ratio=False):
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, train_len_of(every), sorted({n for r in every for n in r["lengths"]}))
         # one legend where all panels have the same lines
-        if ax is axes[0, -beside] or list(by_label) != list(results[kinds[0]]):
+        if ax is axes[0, -beside] or list(by_label) != list(results[panels[0][0]]):
             handles, labels = ax.get_legend_handles_labels()
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
             place |= dict(framealpha=1, edgecolor="none")
             legend = ax.legend([unique[label] for label in by_label], by_label, **place)
             legend.set_zorder(1.5)  # the dotted line ends at it, markers at its rim do not
-    n_text = sum(not is_task(kind) and " / " not in kind for kind in kinds)  # the first panels
+    n_text = sum(not is_task(kind) for kind in results)  # the first panels
     if n_text and measure == "perplexity":
         same_span(axes[0, :n_text])
     return fig
@@ -224,9 +219,9 @@ def figure_heat(by_label, by):
     return fig
 
 
-def draw(results, out, measure="perplexity", depth=False, ratio=False):
+def draw(results, out, measure="perplexity", depth=False):
     """OUT.png, and with depth OUT_depth.png and OUT_distance.png of a task. Returns their paths."""
-    figures = {out: figure_length(results, measure, ratio)}
+    figures = {out: figure_length(results, measure)}
     if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
         every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
         for by in ("depth", "distance") if all("distance" in row for row in every) else ("depth",):
@@ -245,7 +240,6 @@ def main(argv=None):
     add("--out", help="of the figure, without .png; else that of the first json file")
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
     add("--depth", action="store_true", help="also passkeys by depth and distance")
-    add("--ratio", action="store_true", help="also the ratio of perplexities on two corpora")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
@@ -259,7 +253,7 @@ def main(argv=None):
         out = args.out or Path(args.results[0]).with_suffix("")
         if not Path(out).name or Path(out).is_dir() or str(out).endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
-        figures = draw(results, out, measure, args.depth, args.ratio)
+        figures = draw(results, out, measure, args.depth)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)
     elif not args.tables:

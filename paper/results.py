@@ -4,7 +4,7 @@ Results and their statistics.
 A file holds one evaluation, as eval_perplexity.py and eval_passkey.py write it beside the
 checkpoint, or a list of them, as paper/ gathers them. Two labels with the same seeds are compared
 seed by seed: models of one seed share initial weights, data and order, so their difference varies
-less than they do. Models read on two corpora have results for each, and for the ratio.
+less than they do. Models read on two corpora have results for each.
 """
 
 import itertools
@@ -36,77 +36,31 @@ TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accur
 def load_results(paths):
     """
     {kind: {label: [result of one seed, ...]}} in the order of NAMES. Kinds are perplexity, but with
-    several corpora "perplexity on CORPUS" and their ratio, and names of tasks. Refused where one is
-    no result, and where they do not belong into one figure.
+    several corpora "perplexity on CORPUS", and names of tasks. Refused where one is no result, and
+    where they do not belong into one figure.
     """
     every = []
     for path in paths:
         content = read_json(path, kind=dict | list)
-        for result in content if isinstance(content, list) else [content]:
-            check_result(result, path)
-            every.append((result, path))
-    texts = [result for result, _ in every if result["kind"] == "perplexity"]
-    kinds = {corpus: f"perplexity on {corpus}" for corpus in map(corpus_of, texts)}
-    if len(kinds) < 2:
-        kinds = dict.fromkeys(kinds, "perplexity")
-    by_kind = {kind: defaultdict(list) for kind in kinds.values()}  # text before tasks
+        every += [(r, path) for r in (content if isinstance(content, list) else [content])]
     for result, path in every:
-        is_text, seed = result["kind"] == "perplexity", seed_of(result)
-        kind = kinds[corpus_of(result)] if is_text else result["kind"]
-        same = by_kind.setdefault(kind, defaultdict(list))[label_of(result)]
-        if seed in map(seed_of, same):
-            what = f"a second result of {label_of(result)} with seed {seed}"
+        check_result(result, path)
+    corpora = {corpus_of(r) for r, _ in every if not is_task(r["kind"])}
+    by_kind = defaultdict(lambda: defaultdict(list))
+    for result, path in sorted(every, key=lambda pair: is_task(pair[0]["kind"])):  # text first
+        kind, label = result["kind"], label_of(result)
+        if not is_task(kind) and len(corpora) > 1:
+            kind = f"perplexity on {corpus_of(result)}"
+        if seed_of(result) in map(seed_of, by_kind[kind][label]):
+            what = f"a second result of {label} with seed {seed_of(result)}"
             raise Refused(f"{path} has {what}; tell them apart by --label")
-        same.append(result)
-    check_together([result for result, _ in every], by_kind)
+        by_kind[kind][label].append(result)
+    check_together(by_kind)
     order = [*NAMES, *(result["recipe"]["pos"] for result, _ in every)]
     for kind, labels in by_kind.items():
         ranks = {la: (order.index(rs[0]["recipe"]["pos"]), la) for la, rs in labels.items()}
         by_kind[kind] = {label: labels[label] for label in sorted(labels, key=ranks.get)}
-    return add_ratio(by_kind, *kinds.values()) if len(kinds) == 2 else by_kind
-
-
-def is_task(kind):
-    return not kind.startswith("perplexity")
-
-
-def seed_of(result):
-    return result["recipe"]["seed"]
-
-
-def train_len_of(results):
-    return results[0]["recipe"]["train_len"]
-
-
-def check_together(every, by_kind):
-    """Refuse results that do not belong into one figure."""
-    if len(train_lens := {train_len_of([result]) for result in every}) > 1:
-        raise Refused(f"these results have several training lengths: {sorted(train_lens)}")
-    if len({unit_of([r]) for r in every if r["kind"] == "perplexity"}) > 1:
-        raise Refused("losses per byte and losses per token cannot be compared")
-    for kind, labels in by_kind.items():
-        if labels and not common_lengths([r for rs in labels.values() for r in rs]):
-            raise Refused(f"these {kind} results have no length in common")
-
-
-def corpus_of(result):
-    return Path(result.get("data", "")).name
-
-
-def add_ratio(by_kind, first, second):
-    """And the perplexity on the second corpus divided by that on the first, for each seed."""
-    ratios = defaultdict(list)
-    for label, results in by_kind[first].items():
-        theirs = {seed_of(r): r["lengths"] for r in by_kind[second].get(label, [])}
-        for r in (r for r in results if seed_of(r) in theirs):
-            rows = {}
-            for n in set(r["lengths"]) & set(theirs[seed_of(r)]):
-                loss = theirs[seed_of(r)][n]["loss"] - r["lengths"][n]["loss"]
-                rows[n] = {"loss": loss, "perplexity": math.exp(loss)}
-            ratios[label].append({**r, "lengths": rows})
-    name = f"{second} / {first.removeprefix('perplexity ')}"
-    tasks = {kind: labels for kind, labels in by_kind.items() if is_task(kind)}
-    return {first: by_kind[first], second: by_kind[second], name: dict(ratios)} | tasks
+    return dict(by_kind)
 
 
 def check_result(result, path):
@@ -126,6 +80,35 @@ def check_result(result, path):
         raise Refused(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
     if label_of(result).startswith("_"):
         raise Refused(f"{path} has the label {label_of(result)}; matplotlib hides such names")
+
+
+def check_together(by_kind):
+    """Refuse results that do not belong into one figure."""
+    of_kind = {kind: [r for rs in by_kind[kind].values() for r in rs] for kind in by_kind}
+    train_lens = {train_len_of([r]) for results in of_kind.values() for r in results}
+    if len(train_lens) > 1:
+        raise Refused(f"these results have several training lengths: {sorted(train_lens)}")
+    for kind, results in of_kind.items():
+        if not is_task(kind) and len({unit_of([r]) for r in results}) > 1:
+            raise Refused("losses per byte and losses per token cannot be compared")
+        if not common_lengths(results):
+            raise Refused(f"these {kind} results have no length in common")
+
+
+def is_task(kind):
+    return not kind.startswith("perplexity")
+
+
+def seed_of(result):
+    return result["recipe"]["seed"]
+
+
+def train_len_of(results):
+    return results[0]["recipe"]["train_len"]
+
+
+def corpus_of(result):
+    return Path(result.get("data", "")).name
 
 
 def label_of(result):
@@ -207,13 +190,11 @@ def compare(primary, folder):
         if len(values) < 2 or not values.std():
             raise Refused(f"{figure}: {label} and {to} need two seeds and a difference to test")
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
-        row |= dict(seeds=len(values), mean=values.mean(), half_interval=half_interval(values))
-        row |= dict(p_t=stats.ttest_1samp(values, 0).pvalue, p=sign_flip_p(values))
-        rows.append(row)
+        row |= dict(seeds=len(values), mean=float(values.mean()))
+        row |= dict(half_interval=float(half_interval(values)), p=sign_flip_p(values))
+        rows.append(row | dict(p_t=float(stats.ttest_1samp(values, 0).pvalue)))
     worst = 0.0
     for rank, row in enumerate(sorted(rows, key=lambda row: row["p"])):
         worst = max(worst, min(1.0, (len(rows) - rank) * row["p"]))
         row["p_holm"] = worst
-    return [
-        {k: float(v) if isinstance(v, np.floating) else v for k, v in row.items()} for row in rows
-    ]
+    return rows
