@@ -167,33 +167,34 @@ def prepare_data(figure, args):
 
 def speeds(recipe, args):
     """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
+    device, T = common.init_distributed(args.device), recipe.train_len
     recipe = replace(recipe, vocab_size=vocab_size_of(recipe.tokenizer))
-    device = common.init_distributed(args.device)
     model = GPT(recipe).to(device)
     optimizer = make_optimizer(model, recipe)
     micro_batch = recipe.batch_size // recipe.grad_accum
     if args.device == "cpu":
         micro_batch = min(micro_batch, 8)  # more would take minutes
-    else:
-        model.compile_parts()
-    shape = micro_batch, recipe.train_len + 1
-    batch = torch.randint(recipe.vocab_size, shape).to(args.device)
-    text = torch.randint(recipe.vocab_size, (16 * recipe.train_len + 1,)).numpy()
-
-    def seconds(call):
-        start = time.time()
-        call()
-        return time.time() - start
+    batch = torch.randint(recipe.vocab_size, (micro_batch, T + 1)).to(device)
+    text = torch.randint(recipe.vocab_size, (16 * T + 1,)).numpy()
 
     def step():
-        loss = accumulate_gradients(model, batch, 1)
+        accumulate_gradients(model, batch, 1).item()  # waits for the device
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # waits for the device
 
-    train_rate = micro_batch * recipe.train_len / min([seconds(step) for _ in range(4)][1:])
-    read = seconds(lambda: window_loss(model, text, 4 * recipe.train_len))
-    return train_rate, 16 * recipe.train_len / read, sum(p.numel() for p in model.parameters())
+    def seconds(call):
+        times = []
+        for _ in range(4):
+            start = time.monotonic()
+            call()
+            times.append(time.monotonic() - start)
+        return min(times[1:])  # the first one warms up
+
+    eval_rate = 16 * T / seconds(lambda: window_loss(model, text, 4 * T))
+    if args.device != "cpu":
+        model.compile_parts()
+    train_rate = micro_batch * T / seconds(step)
+    return train_rate, eval_rate, sum(p.numel() for p in model.parameters())
 
 
 def dry_run(name, figure, args):
@@ -214,15 +215,13 @@ def dry_run(name, figure, args):
             read = recipe.trials * sum(lengths)
         else:
             more = SIZES[args.size].read_tokens
-            corpora = [more.get(corpus, recipe.read_tokens) for corpus in figure.corpora]
-            read = len(lengths) * sum(corpora)
+            read = len(lengths) * sum(more.get(c, recipe.read_tokens) for c in figure.corpora)
         hours += read / eval_rate / 3600
         if job.trains:
             hours += recipe.tokens / train_rate / 3600
             disk += 12 * params  # weights and two moments in fp32
-    trained = [job for job in left if job.trains]
-    tokens = sum(job.recipe.tokens for job in trained)
-    models = f"{len(trained)} models of {tokens:,} tokens"
+    trained = [job.recipe.tokens for job in left if job.trains]
+    models = f"{len(trained)} models of {sum(trained):,} tokens"
     print(f"{name}: {len(left)} of {len(jobs)} jobs to do; {models}")
     print(f"in all, {disk / 1e9:.2f} GB of disk, {hours / args.at_once:.2g} hours on this machine")
 

@@ -17,15 +17,8 @@ import matplotlib
 import matplotlib.ticker
 import numpy as np
 
-from common import (
-    ROOT,
-    ArgumentParser,
-    Refused,
-    file_errors,
-    make_folder,
-    one_sentence_errors,
-    write_atomically,
-)
+import common
+from common import Refused
 from paper.results import (
     NAMES,
     TASK_MEASURES,
@@ -226,15 +219,15 @@ def draw(results, out, measure="perplexity", depth=False):
         every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
         for by in ("depth", "distance") if all("distance" in row for row in every) else ("depth",):
             figures[f"{out}_{by}"] = figure_heat(tasks[0], by)
-    make_folder(Path(out).parent)
+    common.make_folder(Path(out).parent)
     for name, fig in figures.items():
-        write_atomically(f"{name}.png", partial(fig.savefig, format="png", dpi=160))
+        common.write_atomically(f"{name}.png", partial(fig.savefig, format="png", dpi=160))
         plt.close(fig)
     return [f"{name}.png" for name in figures]
 
 
 def main(argv=None):
-    parser = ArgumentParser(__doc__)
+    parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("results", nargs="*", help="json files of evaluations, single or gathered")
     add("--out", help="of the figure, without .png; else that of the first json file")
@@ -243,10 +236,10 @@ def main(argv=None):
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
-        with file_errors():
+        with common.file_errors():
             text = path.read_text(encoding="utf-8")
-        text = fill_tables(text, ROOT / "results")
-        write_atomically(path, lambda f, text=text: f.write(text.encode()))
+        text = fill_tables(text, common.ROOT / "results")
+        common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
     if args.results:
         results = load_results(args.results)
         measure = "loss" if args.loss else "perplexity"
@@ -261,4 +254,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    one_sentence_errors(main)()
+    common.one_sentence_errors(main)()
