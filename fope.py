@@ -140,15 +140,19 @@ class RoPE(PositionEmbedding):
         super().__init__(**kwargs)
         assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
-        # not saved: the frequencies follow from the config, the tables from the frequencies
+        # not saved: the frequencies follow from the config
         self.register_buffer("freqs", rope_freqs(self.head_dim, self.theta), persistent=False)
-        self.register_buffer("cos", None, persistent=False)
-        self.register_buffer("sin", None, persistent=False)
+        self.forget_tables()
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
     def forget_tables(self, *_):
         """Called when weights are loaded; to be called when frequencies or coefficients change."""
+        # no buffers: DDP would copy those of one process over another's, which may be longer
         self.cos = self.sin = None
+
+    def _apply(self, fn, recurse=True):
+        self.forget_tables()  # to another device
+        return super()._apply(fn, recurse)
 
     def make_tables(self, T):
         """cos and sin of positions 0 .. T-1, on the CPU: two (T, head_dim/2)."""
@@ -156,9 +160,12 @@ class RoPE(PositionEmbedding):
 
     @torch.no_grad()
     def tables(self, T):
-        """make_tables(T) on the device, times qk_factor; kept for the longest text so far."""
+        """
+        make_tables(T) on the device, times qk_factor. Kept for the longest text so far, its length
+        rounded up to a power of two: a text that grows by a token seldom needs new ones.
+        """
         if self.cos is None or self.cos.size(-2) < T:
-            cos, sin = self.make_tables(T)
+            cos, sin = self.make_tables(1 << (T - 1).bit_length())
             self.cos = (cos * self.qk_factor).to(self.freqs.device)
             self.sin = (sin * self.qk_factor).to(self.freqs.device)
         return self.cos[..., :T, :], self.sin[..., :T, :]
@@ -196,8 +203,8 @@ class FoPE(RoPE):
 
     freqs (D,): the n_kept RoPE frequencies above the floor, largest first, then random ones,
     uniform in [0, pi] (under the floor, too), up to n_freq.
-    cos_coef, sin_coef (n_head, D, K): drawn once from torch's global generator, independently for
-    each head and for cos and sin; never trained, but saved. sigma is the size of the noise.
+    cos_coef, sin_coef (n_table, D, K): drawn once from torch's global generator, independently for
+    each table and for cos and sin; never trained, but saved. sigma is the size of the noise.
 
     variant="released" is the authors' repository, where D is the number of kept frequencies; the
     paper's Table 3 says 64. "paper" has the equations' tables, with sigma as the standard
@@ -208,13 +215,18 @@ class FoPE(RoPE):
                         "released"                            "paper"
         K               min(n_kept, head_dim/4)               n_kept
         noise           xavier normal, gain sigma             N(0, sigma^2)
-        its real std    sigma sqrt(2 / (K (D + n_head)))      sigma
+        its real std    sigma sqrt(2 / (K (D + n_table)))     sigma
         own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
         other pairs     cos 1, sin 1                          cos 1, sin 0
 
     With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their term in
     q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
     alone: close to 0, so that their pairs all but drop out of q.k.
+    sin_pad is the sine of the other pairs: 1 and 0 where the table has them, unless it is given. It
+    belongs to the model: with another, trained weights are read wrongly.
+    n_table: the number of tables, by default one a head. With fewer, n_head / n_table neighbouring
+    heads share one: with one for each key head, a grouped model turns a key once for all its
+    queries. It takes the place of n_head in the size of the noise.
     cap=False removes the limit of head_dim/4. It is for a model that was trained with RoPE: each
     frequency stays on the pair that has learned it, where s = 2 would move them all.
     CF alone is sigma=0. FS alone is floor=False, which removes that limit, too, and needs a larger
@@ -229,6 +241,8 @@ class FoPE(RoPE):
         variant: str = "released",
         floor: bool | int = True,
         cap: bool = True,
+        sin_pad: float | None = None,
+        n_table: int | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -245,6 +259,10 @@ class FoPE(RoPE):
         assert K > 0, f"FoPE has no frequency left: {least}"
         assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
+        self.sin_pad = (1.0 if variant == "released" else 0.0) if sin_pad is None else sin_pad
+        self.n_table = self.n_head if n_table is None else n_table
+        divides = 0 < self.n_table <= self.n_head and self.n_head % self.n_table == 0
+        assert divides, f"n_table must divide the {self.n_head} heads, which {n_table} does not"
         # (D,) instead of RoPE's, and saved, since some are random
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))
@@ -259,24 +277,30 @@ class FoPE(RoPE):
         return identity
 
     def draw_noise(self, D, K):
-        """Noise of the size that the table above says, anew at every call: (n_head, D, K)."""
-        noise = torch.empty(self.n_head, D, K)
+        """Noise of the size that the table above says, anew at every call: (n_table, D, K)."""
+        noise = torch.empty(self.n_table, D, K)
         if self.variant == "paper":
             return nn.init.normal_(noise, std=self.sigma)
-        # In three dimensions xavier counts D K as fan-in and n_head K as fan-out, as if for a
+        # In three dimensions xavier counts D K as fan-in and n_table K as fan-out, as if for a
         # convolution: 0.022 for the 60M model's sigma of 0.3.
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
-        """The series of K pairs, then the constant pairs: two (n_head, T, head_dim/2), CPU."""
+        """The series of K pairs, then the constant pairs: two (n_table, T, head_dim/2), CPU."""
         cos, sin = super().make_tables(T)  # (T, D)
         # Eq. 11, once for each length, in fp64: the same on every device, rounded by no setting
-        cos = (cos.double() @ self.cos_coef.cpu().double()).float()  # (n_head, T, K)
+        cos = (cos.double() @ self.cos_coef.cpu().double()).float()  # (n_table, T, K)
         sin = (sin.double() @ self.sin_coef.cpu().double()).float()
         n_constant = self.head_dim // 2 - cos.size(-1)
         cos = F.pad(cos, (0, n_constant), value=1.0)
-        sin = F.pad(sin, (0, n_constant), value=1.0 if self.variant == "released" else 0.0)
+        sin = F.pad(sin, (0, n_constant), value=self.sin_pad)
         return cos, sin
+
+    def rotate(self, q, k):
+        cos, sin = (table[:, None] for table in self.tables(q.size(-2)))
+        q, k = (x.unflatten(1, (self.n_table, -1)) for x in (q, k))  # heads that share a table
+        q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
+        return q.flatten(1, 2), k.flatten(1, 2)
 
     def inherit(self, old):
         """
@@ -290,6 +314,8 @@ class FoPE(RoPE):
         noise, was = (f"sigma {pos.sigma} and variant {pos.variant}" for pos in (self, old))
         all_old = (old_D, old_K) == (D, K)
         assert not all_old or noise == was, f"coefficients were drawn with {was}, not with {noise}"
+        tables = f"the model has {old.n_table} tables, not n_table={self.n_table}"
+        assert old.n_table == self.n_table, tables
         # the rows (frequencies) that both have: first the kept ones, then the random ones
         n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
         rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))

@@ -145,8 +145,8 @@ def test_alibi_stays_linear_in_bf16_at_8192():
 # --- FoPE
 
 
-def fope_by_hand(pos, x, t, h):
-    """One vector x of head h at position t, turned by Eq. 11-13 with sums over frequencies."""
+def fope_by_hand(pos, x, t, h, sin_pad):
+    """One vector x, turned at position t by table h: Eq. 11-13 with sums over frequencies."""
     M, (D, K) = pos.head_dim // 2, pos.cos_coef.shape[1:]
     y = [0.0] * (2 * M)
     for m in range(M):
@@ -155,22 +155,46 @@ def fope_by_hand(pos, x, t, h):
             c = sum(math.cos(angles[d]) * float(pos.cos_coef[h, d, m]) for d in range(D))
             s = sum(math.sin(angles[d]) * float(pos.sin_coef[h, d, m]) for d in range(D))
         else:
-            c, s = 1.0, (1.0 if pos.variant == "released" else 0.0)
+            c, s = 1.0, sin_pad
         y[m] = float(x[m]) * c - float(x[m + M]) * s
         y[m + M] = float(x[m + M]) * c + float(x[m]) * s
     return torch.tensor(y)
 
 
 PAPER_MORE = {"variant": "paper", "n_freq": 20, "sigma": 0.5}
+PADDED = [{"sin_pad": 0.0}, {"variant": "paper", "sin_pad": 1.0}, {"sin_pad": 0.25}]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"n_freq": 9}, PAPER_MORE])
+@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"n_freq": 9}, PAPER_MORE, *PADDED])
 def test_fope_is_a_fourier_series_per_dimension(kwargs):
     pos, (q, k, _) = make_embedding(**kwargs), draw_qkv(100)
+    sin_pad = kwargs.get("sin_pad", 0.0 if kwargs.get("variant") == "paper" else 1.0)
     rotated = pos.rotate(q, k)[1]
     for t, h in [(0, 0), (1, 1), (39, 0), (99, 1)]:
-        expected = fope_by_hand(pos, k[1, h, t], t, h)
+        expected = fope_by_hand(pos, k[1, h, t], t, h, sin_pad)
         torch.testing.assert_close(rotated[1, h, t], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n_table", [1, 2, 6])
+def test_neighbouring_heads_share_a_table(n_table):
+    """As the queries of a key head do in a grouped model, whose keys are turned once for all."""
+    pos, (q, k, _) = make_embedding(n_head=6, n_table=n_table), draw_qkv(100, n_head=6)
+    assert len(pos.cos_coef) == len(pos.make_tables(9)[0]) == n_table
+    rotated = pos.rotate(q, k)[1]
+    for t, h in [(0, 0), (1, 1), (39, 2), (99, 5)]:
+        expected = fope_by_hand(pos, k[1, h, t], t, h * n_table // 6, 1.0)
+        torch.testing.assert_close(rotated[1, h, t], expected, atol=1e-4, rtol=1e-4)
+    first = slice(None, None, 6 // n_table)  # keys that are of the key heads alone
+    assert torch.equal(pos.rotate(q, k[:, first])[1], rotated[:, first])
+
+
+def test_the_default_draws_what_it_always_drew():
+    """Runs in progress and stored results depend on it."""
+    pos = make_embedding()
+    torch.manual_seed(0)
+    noise = [torch.nn.init.xavier_normal_(torch.empty(2, 2, 2), gain=0.3) for _ in range(2)]
+    assert torch.equal(pos.sin_coef, torch.eye(2) + noise[0])
+    assert torch.equal(pos.cos_coef, torch.eye(2) + noise[1])
 
 
 @pytest.mark.parametrize("train_len", [16, 40, 128, 512, 4096])
@@ -279,6 +303,16 @@ def test_floor_belongs_to_the_training_length():
     torch.testing.assert_close(rotated(pos, 40), short, **exact)
 
 
+def test_tables_belong_to_one_process():
+    """As buffers DDP would copy them from another, and they would be read with its length."""
+    for name in ("rope", "fope"):
+        pos = make_embedding(name)
+        pos.rotate(*draw_qkv(90)[:2])
+        assert {n for n, _ in pos.named_buffers()} <= {"freqs", "sin_coef", "cos_coef"}
+        moved = pos.to("meta")  # tables of the old device would not do
+        assert moved.cos is None and moved.sin is None
+
+
 def test_coefficients_are_frozen_and_saved():
     pos, rope = make_embedding(n_freq=12), make_embedding("rope")  # RoPE's follow from the config
     for _ in range(2):
@@ -332,7 +366,7 @@ def test_tables_are_made_once_for_the_longest_text(monkeypatch):
             rotated = pos.rotate(q[..., :T, :], k[..., :T, :])[0]
             fresh = make_embedding(name).rotate(q[..., :T, :], k[..., :T, :])[0]
             assert torch.equal(rotated, fresh)
-        assert made == [30, 60]
+        assert made == [32, 64]  # powers of two: a text that grows needs few
 
 
 def test_cached_tables_follow_their_coefficients():
@@ -393,6 +427,11 @@ def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
         make_embedding(**change).inherit(make_embedding())
 
 
+def test_tables_are_not_shared_otherwise_by_an_inherited_embedding():
+    with pytest.raises(AssertionError, match="has 2 tables, not n_table=1"):
+        make_embedding(n_table=1).inherit(make_embedding())
+
+
 # --- refusals
 
 
@@ -407,6 +446,8 @@ def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
         ({"head_dim": 15}, "must be even"),
         ({"head_dim": 2}, "head_dim 2"),
         ({"floor": -1}, "true, false or"),
+        ({"n_table": 3}, "n_table must divide the 2 heads, which 3 does not"),
+        ({"n_table": 0}, "which 0 does not"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):

@@ -30,7 +30,7 @@ def refusal(call):
 # --- the keywords of embeddings
 
 FOPE = {"sigma": "float", "n_freq": "int or None", "variant": "str", "floor": "bool or int"}
-FOPE |= {"cap": "bool"}
+FOPE |= {"cap": "bool", "sin_pad": "float or None", "n_table": "int or None"}
 SCALING = {"factor": "float", "original_len": "int", "kind": "str", "temperature": "bool"}
 
 
