@@ -145,10 +145,6 @@ class FoPEShared(FoPE):
         super().__init__(**kwargs)
         self.cos_coef.copy_(self.sin_coef)
 
-    def inherit(self, old):
-        super().inherit(old)
-        self.cos_coef.copy_(self.sin_coef)
-
 
 class FoPERelative(FoPE):
     """

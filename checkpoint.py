@@ -14,6 +14,7 @@ import torch
 
 import common
 from common import Refused, file_errors, make_folder, write_atomically, write_json
+from fope import FoPE
 from model import GPT
 from recipe import check_pos, stored_recipe
 
@@ -104,6 +105,9 @@ def read_log(folder):
     return lines
 
 
+# --- another embedding for trained weights
+
+
 def with_pos(model, config):
     """
     The same weights in a model of another config, which has another position embedding or training
@@ -115,8 +119,39 @@ def with_pos(model, config):
     weights = {name: w for name, w in model.state_dict().items() if ".pos." not in name}
     new.load_state_dict(weights, strict=False)
     for old_block, new_block in zip(model.blocks, new.blocks, strict=True):
-        try:
-            new_block.attn.pos.inherit(old_block.attn.pos)
-        except AssertionError as e:  # how embeddings say what they do not take
-            raise Refused(f"position embedding {config.pos}: {e}") from None
+        inherit(new_block.attn.pos, old_block.attn.pos)
     return new
+
+
+def inherit(new, old):
+    """
+    Give the embedding `new` what `old`, with which the weights were trained, has learned or drawn.
+
+    For FoPE these are the coefficients of every frequency that both have. A longer training length
+    lowers the floor, and more frequencies pass it. Each of these gets a row of noise in the old
+    series and, where K grows, a series of its own: noise, and weight 1 at d = k. Refused where the
+    coefficients of both cannot stand beside each other.
+    """
+    if type(new) is type(old) and not isinstance(new, FoPE):
+        new.load_state_dict(old.state_dict())
+    if not isinstance(new, FoPE) or not isinstance(old, FoPE):
+        return  # nothing was drawn for it: its own draws stay
+    D, K = new.cos_coef.shape[1:]
+    old_D, old_K = old.cos_coef.shape[1:]
+    now, was = (f"{p.n_table} tables, sigma {p.sigma}, {p.variant}" for p in (new, old))
+    same = now == was or ((old_D, old_K) != (D, K) and new.n_table == old.n_table)
+    if not same or type(new) is not type(old):
+        raise Refused(f"FoPE's coefficients were drawn with {was}: they cannot go on with {now}")
+    # the rows (frequencies) that both have: first the kept ones, then the random ones
+    n, n_random = min(new.n_kept, old.n_kept), min(D - new.n_kept, old_D - old.n_kept)
+    rows, old_rows = ([*range(n), *range(p.n_kept, p.n_kept + n_random)] for p in (new, old))
+    new.freqs[rows] = old.freqs[old_rows]
+    # the columns (series): weight 1 at d = k for new ones, the old coefficients for old ones
+    both_K = min(K, old_K)
+    added = range(both_K, K)
+    for name in ("cos_coef", "sin_coef"):
+        coef, old_coef = getattr(new, name), getattr(old, name)
+        coef -= new.identity(D, K)
+        coef[:, added, added] += 1.0
+        coef[:, rows, :both_K] = old_coef[:, old_rows, :both_K]
+    new.forget_tables()

@@ -1,26 +1,24 @@
 """
-Position embeddings: everything a token knows about where it is.
+Position embeddings: everything a token knows about where it is. This file needs torch alone.
 
     NoPE    nothing but the causal mask
     ALiBi   a penalty on distance, added to the attention logits           (Press et al., 2022)
     RoPE    each pair of query/key dimensions turns at one frequency       (Su et al., 2021)
     FoPE    each pair follows a Fourier series, slow frequencies removed   (Hua et al., ICML 2025)
 
-Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
+    pos = FoPE(head_dim=64, n_head=8, train_len=512)
+    q, k = pos.rotate(q, k)       # q, k, v: (B, n_head, T, head_dim), of positions 0 .. T-1
+    y = pos.attend(q, k, v)       # causal attention, fused, in O(T) memory
 
-An embedding is one nn.Module with four methods. q, k, v are (B, n_head, T, head_dim), and position
-t is index t:
+An embedding is one nn.Module with three methods. The third is for readers and tests:
 
-    rotate(q, k)     what it does to queries and keys
-    attend(q, k, v)  fused causal attention over ROTATED q and k, with the embedding's bias on the
-                     logits, in O(T) memory
-    scores(q, k)     the (B, n_head, T, T) logits of q and k that are NOT rotated yet, before mask
-                     and softmax: the formula itself, slow, to be read and to test attend() against
-    inherit(old)     take over what `old`, the embedding that the weights were trained with, has
-                     learned or drawn
+    scores(q, k)                  # the (B, n_head, T, T) logits of q and k that are NOT rotated
+                                  # yet, before mask and softmax: the formula itself, slow
 
 To add one: write a class, and its name into POSITION_EMBEDDINGS, as baselines.py does with the
 paper's other baselines. What a class does not take, it says by an assert: scripts show its message.
+
+Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
 """
 
 import math
@@ -73,10 +71,6 @@ class PositionEmbedding(nn.Module):
         q, k = self.rotate(q, k)
         return q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
 
-    def inherit(self, old):
-        if type(old) is type(self):
-            self.load_state_dict(old.state_dict())
-
 
 class NoPE(PositionEmbedding):
     """No position embedding: order is known through the causal mask alone."""
@@ -102,6 +96,10 @@ class ALiBi(PositionEmbedding):
         super().__init__(**kwargs)
         self.register_buffer("slopes", alibi_slopes(self.n_head), persistent=False)
 
+    def scores(self, q, k):
+        t = torch.arange(q.size(-2), device=q.device)
+        return super().scores(q, k) - self.slopes.view(-1, 1, 1) * (t[:, None] - t[None, :])
+
     def attend(self, q, k, v):
         q, k, v = self.with_bias(q, k, v, torch.arange(q.size(-2), device=q.device))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
@@ -120,10 +118,6 @@ class ALiBi(PositionEmbedding):
         k = torch.cat((k, key_columns.expand(*k.shape[:-1], 2)), dim=-1)
         return q, k, F.pad(v, (0, 2))  # the fused CPU kernel wants q, k and v of one width
 
-    def scores(self, q, k):
-        t = torch.arange(q.size(-2), device=q.device)
-        return super().scores(q, k) - self.slopes.view(-1, 1, 1) * (t[:, None] - t[None, :])
-
 
 # --- RoPE
 
@@ -132,8 +126,8 @@ class RoPE(PositionEmbedding):
     """
     Rotary position embedding: pair m of the query (key) at position t turns by the angle t w_m.
 
-    scale: maps the frequencies to those that are used, such as YaRN in baselines.py, which lets a
-    trained model read further. qk_factor multiplies both q and k.
+    scale and qk_factor are for a trained model that shall read further (YaRN, in baselines.py): a
+    function of the frequencies that gives those to use, and a factor on q and k.
     """
 
     def __init__(self, *, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs):
@@ -145,18 +139,16 @@ class RoPE(PositionEmbedding):
         self.forget_tables()
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
-    def forget_tables(self, *_):
-        """Called when weights are loaded; to be called when frequencies or coefficients change."""
-        # no buffers: DDP would copy those of one process over another's, which may be longer
-        self.cos = self.sin = None
-
-    def _apply(self, fn, recurse=True):
-        self.forget_tables()  # to another device
-        return super()._apply(fn, recurse)
-
     def make_tables(self, T):
         """cos and sin of positions 0 .. T-1, on the CPU: two (T, head_dim/2)."""
         return rotation_tables(self.scale(self.freqs.cpu()), T)
+
+    def rotate(self, q, k):
+        cos, sin = self.tables(q.size(-2))
+        return apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
+
+    # The tables are kept. They are no buffers: DDP would copy those of one process over another's,
+    # which may be longer.
 
     @torch.no_grad()
     def tables(self, T):
@@ -170,67 +162,117 @@ class RoPE(PositionEmbedding):
             self.sin = (sin * self.qk_factor).to(self.freqs.device)
         return self.cos[..., :T, :], self.sin[..., :T, :]
 
-    def rotate(self, q, k):
-        cos, sin = self.tables(q.size(-2))
-        return apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
+    def forget_tables(self, *_):
+        """Called when weights are loaded; to be called when frequencies or coefficients change."""
+        self.cos = self.sin = None
+
+    def _apply(self, fn, recurse=True):
+        self.forget_tables()  # to another device
+        return super()._apply(fn, recurse)
 
 
-# --- FoPE
+# --- FoPE, as one can put it on a wall (section 4)
 
 
 def above_floor(freqs, train_len):
-    """The frequencies that complete a cycle in train_len tokens, w >= 2 pi / train_len."""
+    """
+    CF, "clip floor to zero": the frequencies that complete a cycle in train_len tokens. A pair with
+    a slower one has never shown its whole circle in training. It gets frequency zero: it stands
+    still.
+    """
     return freqs[freqs >= 2 * math.pi / train_len]
+
+
+def fourier_tables(freqs, cos_coef, sin_coef, n_pairs, sin_pad, T):
+    """
+    FS, the Fourier series (Eq. 11-13), in place of RoPE's cosines and sines: linear layers and
+    activations mix frequencies, so each pair that turns follows a sum over all of them.
+
+        cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
+
+    freqs w (D,): those above the floor. Coefficients (n_head, D, K): the identity plus small random
+    numbers, never trained. Returns two (n_head, T, n_pairs): K pairs that turn, then those that
+    stand still, with cosine 1 and sine sin_pad. With the identity alone and sin_pad 0 it is RoPE
+    whose slow pairs stand still.
+    """
+    cos, sin = rotation_tables(freqs, T)  # (T, D)
+    # once for each length, in fp64: the same on every device, rounded by no setting
+    cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
+    sin = (sin.double() @ sin_coef.double()).float()
+    n_constant = n_pairs - cos.size(-1)
+    cos = F.pad(cos, (0, n_constant), value=1.0)
+    sin = F.pad(sin, (0, n_constant), value=sin_pad)
+    return cos, sin
+
+
+EXAMPLE = """
+Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a cycle
+needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
+
+    >>> freqs = above_floor(rope_freqs(8), train_len=64)
+    >>> freqs
+    tensor([1.0000, 0.1000])
+
+Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a constant for the others.
+
+    >>> one = torch.eye(2)[None]
+    >>> fourier_tables(freqs, one, one, n_pairs=4, sin_pad=0.0, T=4)[0][0]
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [ 0.5403,  0.9950,  1.0000,  1.0000],
+            [-0.4161,  0.9801,  1.0000,  1.0000],
+            [-0.9900,  0.9553,  1.0000,  1.0000]])
+
+And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
+
+    >>> coef = torch.tensor([[[1.0, -0.1], [0.1, 1.0]]])
+    >>> fourier_tables(freqs, coef, coef, n_pairs=4, sin_pad=0.0, T=4)[0][0]
+    tensor([[ 1.1000,  0.9000,  1.0000,  1.0000],
+            [ 0.6398,  0.9410,  1.0000,  1.0000],
+            [-0.3181,  1.0217,  1.0000,  1.0000],
+            [-0.8945,  1.0543,  1.0000,  1.0000]])
+"""
+
+
+# --- FoPE as a module, with what the released code does otherwise
 
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding (section 4), for the head_dim/2 pairs of a head.
+    Fourier Position Embedding. The pairs are multiplied by fourier_tables, which also stretch: a
+    sum of waves leaves the unit circle.
 
-    CF, "clip floor to zero": a frequency under 2 pi / train_len never completes a cycle in
-    training, so attention never learns what it does there. Those pairs get frequency zero: they
-    no longer turn. The floor belongs to the TRAINING length and stays when a longer text is read.
-    floor=False keeps all frequencies, floor=256 is the floor of 256 tokens.
-
-    FS, the Fourier series: linear layers and activations mix frequencies into each pair. So each of
-    K pairs follows a series over a set of D frequencies, its own with weight 1 and all with small
-    random ones (Eq. 11-13):
-
-        cos_table[h, t, k] = sum_d cos(t w_d) cos_coef[h, d, k]       and the same with sin
-
-    The pair is multiplied by the complex number cos + i sin of its tables. Without noise that is
-    RoPE's rotation. With noise it also stretches: a sum of waves leaves the unit circle.
+    The floor is that of the TRAINING length and stays when a longer text is read. floor=256 is the
+    floor of 256 tokens, floor=False keeps all frequencies. CF alone is sigma=0. FS alone is
+    floor=False, and needs a larger sigma for the same noise.
 
     freqs (D,): the n_kept RoPE frequencies above the floor, largest first, then random ones,
     uniform in [0, pi] (under the floor, too), up to n_freq.
     cos_coef, sin_coef (n_table, D, K): drawn once from torch's global generator, independently for
-    each table and for cos and sin; never trained, but saved. sigma is the size of the noise.
+    each table and for cos and sin; never trained, but saved. sigma is the size of the noise; the
+    paper's text calls it a variance.
 
-    variant="released" is the authors' repository, where D is the number of kept frequencies; the
-    paper's Table 3 says 64. "paper" has the equations' tables, with sigma as the standard
-    deviation; the text calls it a variance. (The equations' logit is one series in i - j. Code
-    turns q and k each, so the logit is a product of two series and, with noise, depends on i and j;
-    FoPERelative in baselines.py is the equations' own.)
+    variant="released" is the authors' repository, from which the paper's numbers come; there D is
+    the number of kept frequencies, in the paper's Table 3 it is 64. "paper" is the equations.
 
                         "released"                            "paper"
         K               min(n_kept, head_dim/4)               n_kept
         noise           xavier normal, gain sigma             N(0, sigma^2)
         its real std    sigma sqrt(2 / (K (D + n_table)))     sigma
         own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
-        other pairs     cos 1, sin 1                          cos 1, sin 0
+        sin_pad         1                                     0
 
-    With sin 1 they turn by 45 degrees and are stretched by sqrt(2), q and k alike: their term in
-    q.k doubles. Where head_dim/4 cuts, s is 2, and the series after the last own one are of noise
-    alone: close to 0, so that their pairs all but drop out of q.k.
-    sin_pad is the sine of the other pairs: 1 and 0 where the table has them, unless it is given. It
-    belongs to the model: with another, trained weights are read wrongly.
+    sin_pad 1 turns the constant pairs by 45 degrees and stretches them by sqrt(2), q and k alike:
+    their term in q.k doubles. It belongs to the model: with another, trained weights are read
+    wrongly.
+    Where head_dim/4 cuts, s is 2, and the series after the last own weight are of noise alone:
+    close to 0, so that their pairs all but drop out of q.k. cap=False removes the limit. It is for
+    a model that was trained with RoPE: each frequency stays on the pair that has learned it.
     n_table: the number of tables, by default one a head. With fewer, n_head / n_table neighbouring
-    heads share one: with one for each key head, a grouped model turns a key once for all its
-    queries. It takes the place of n_head in the size of the noise.
-    cap=False removes the limit of head_dim/4. It is for a model that was trained with RoPE: each
-    frequency stays on the pair that has learned it, where s = 2 would move them all.
-    CF alone is sigma=0. FS alone is floor=False, which removes that limit, too, and needs a larger
-    sigma for the same noise.
+    heads share one, as the queries of a key head do in a grouped model.
+
+    The equations' logit is one series in i - j. Code turns q and k each, so the logit is a product
+    of two series and, with noise, depends on i and j. FoPERelative in baselines.py is the
+    equations' own.
     """
 
     def __init__(
@@ -259,7 +301,7 @@ class FoPE(RoPE):
         assert K > 0, f"FoPE has no frequency left: {least}"
         assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
-        self.sin_pad = (1.0 if variant == "released" else 0.0) if sin_pad is None else sin_pad
+        self.sin_pad = float(variant == "released") if sin_pad is None else sin_pad
         self.n_table = self.n_head if n_table is None else n_table
         divides = 0 < self.n_table <= self.n_head and self.n_head % self.n_table == 0
         assert divides, f"n_table must divide the {self.n_head} heads, which {n_table} does not"
@@ -286,49 +328,14 @@ class FoPE(RoPE):
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
-        """The series of K pairs, then the constant pairs: two (n_table, T, head_dim/2), CPU."""
-        cos, sin = super().make_tables(T)  # (T, D)
-        # Eq. 11, once for each length, in fp64: the same on every device, rounded by no setting
-        cos = (cos.double() @ self.cos_coef.cpu().double()).float()  # (n_table, T, K)
-        sin = (sin.double() @ self.sin_coef.cpu().double()).float()
-        n_constant = self.head_dim // 2 - cos.size(-1)
-        cos = F.pad(cos, (0, n_constant), value=1.0)
-        sin = F.pad(sin, (0, n_constant), value=self.sin_pad)
-        return cos, sin
+        freqs, *coef = self.scale(self.freqs.cpu()), self.cos_coef.cpu(), self.sin_coef.cpu()
+        return fourier_tables(freqs, *coef, self.head_dim // 2, self.sin_pad, T)
 
     def rotate(self, q, k):
         cos, sin = (table[:, None] for table in self.tables(q.size(-2)))
         q, k = (x.unflatten(1, (self.n_table, -1)) for x in (q, k))  # heads that share a table
         q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
         return q.flatten(1, 2), k.flatten(1, 2)
-
-    def inherit(self, old):
-        """
-        Keep the coefficients of every frequency that both have. A longer training length lowers
-        the floor, and more frequencies pass it. Each of these gets a row of noise in the old
-        series and, where K grows, a series of its own: noise, and weight 1 at d = k.
-        """
-        if not isinstance(old, FoPE):
-            return  # nothing is drawn there: this one's draws stay
-        (_, D, K), (_, old_D, old_K) = self.cos_coef.shape, old.cos_coef.shape
-        noise, was = (f"sigma {pos.sigma} and variant {pos.variant}" for pos in (self, old))
-        all_old = (old_D, old_K) == (D, K)
-        assert not all_old or noise == was, f"coefficients were drawn with {was}, not with {noise}"
-        tables = f"the model has {old.n_table} tables, not n_table={self.n_table}"
-        assert old.n_table == self.n_table, tables
-        # the rows (frequencies) that both have: first the kept ones, then the random ones
-        n, n_random = min(self.n_kept, old.n_kept), min(D - self.n_kept, old_D - old.n_kept)
-        rows = torch.cat((torch.arange(n), self.n_kept + torch.arange(n_random)))
-        old_rows = torch.cat((torch.arange(n), old.n_kept + torch.arange(n_random)))
-        self.freqs[rows] = old.freqs[old_rows]
-        # the columns (series): weight 1 at d = k for new ones, the old coefficients for old ones
-        both_K = min(K, old_K)
-        new = range(both_K, K)
-        for coef, old_coef in ((self.sin_coef, old.sin_coef), (self.cos_coef, old.cos_coef)):
-            coef -= self.identity(D, K)
-            coef[:, new, new] += 1.0
-            coef[:, rows, :both_K] = old_coef[:, old_rows, :both_K]
-        self.forget_tables()
 
 
 # baselines.py, which model.py imports, adds the others

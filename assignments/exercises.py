@@ -67,10 +67,10 @@ EXERCISES = {
     ),
     4: (
         "FoPE's Fourier series",
-        {"fope.py": ["FoPE.identity", "FoPE.draw_noise", "FoPE.make_tables"]},
+        {"fope.py": ["fourier_tables", "FoPE.identity", "FoPE.draw_noise"]},
         {
             "test_fope.py::test_fope_is_a_fourier_series_per_dimension": (
-                3, "The tables must be, for each head, the sums that the class's docstring gives."),
+                3, "The tables must be, for each head, the sums that the docstring gives."),
             "test_fope.py::test_zero_frequency_dimensions_ignore_position": (
                 2, "Pairs that do not turn: cos 1 and sin 1 (released) or 0 (paper), everywhere."),
             "test_fope.py::test_released_variant_caps_the_outputs_and_strides_the_identity": (

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from checkpoint import inherit
 from common import Refused
 from fope import ALiBi, FoPE, RoPE, apply_rotation
 from model import GPTConfig, make_pos
@@ -138,7 +139,7 @@ def install(model):
     for layer in (block.self_attn for block in model.model.layers):
         new, weight = LayerPosition(ours), layer.q_proj.weight
         if hasattr(layer, "pos"):
-            new.embedding.inherit(layer.pos.embedding.cpu())
+            inherit(new.embedding, layer.pos.embedding.cpu())
         layer.pos = new if weight.is_meta else new.to(weight.device)
         for name in () if hasattr(layer, "q_norm") else ("q_norm", "k_norm"):
             norm = nn.LayerNorm(ours.head_dim, eps=1e-6, bias=False)
@@ -172,11 +173,8 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
     check_pos(our_config(model.config, swap))  # before anything has changed
     if old["pos"]:
-        new = make_pos(our_config(model.config, swap))
-        try:
-            new.inherit(copy.deepcopy(model.model.layers[0].self_attn.pos.embedding).cpu())
-        except AssertionError as e:
-            raise Refused(f"position embedding {pos}: {e}") from None
+        old = copy.deepcopy(model.model.layers[0].self_attn.pos.embedding).cpu()
+        inherit(make_pos(our_config(model.config, swap)), old)
     longest = max(model.config.max_position_embeddings, train_len)  # for other tools
     model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
     model.config.update(dict(swap=swap, max_position_embeddings=longest))

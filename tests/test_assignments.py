@@ -122,9 +122,9 @@ MISTAKES = {
     "floor of the evaluated length": (
         4,
         "fope.py",
-        "        n_constant = self.head_dim // 2 - cos.size(-1)\n",
-        "        cos[..., self.freqs[: cos.size(-1)] < 2 * math.pi / T] = 1.0\n"
-        "        n_constant = self.head_dim // 2 - cos.size(-1)\n",
+        "    n_constant = n_pairs - cos.size(-1)\n",
+        "    cos[..., freqs[: cos.size(-1)] < 2 * math.pi / T] = 1.0\n"
+        "    n_constant = n_pairs - cos.size(-1)\n",
         "nothing in them may depend on T",
     ),
     "trained coefficients": (

@@ -9,6 +9,7 @@ from conftest import draw_qkv, make_embedding, softmax_attention
 
 import baselines
 from baselines import POSITION_EMBEDDINGS, rope_scaling, yarn
+from checkpoint import inherit
 from fope import RoPE, rope_freqs
 
 # --- KERPLE and FIRE
@@ -55,7 +56,7 @@ def test_learned_biases_are_inherited(name):
     with torch.no_grad():
         for p in old.parameters():
             p.add_(0.5)
-    new.inherit(old)
+    inherit(new, old)
     t = torch.arange(20)
     assert torch.equal(new.bias(t, t), old.bias(t, t))
 
@@ -183,7 +184,7 @@ def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
 
 def test_one_draw_for_cos_and_sin_stays_one_when_it_is_inherited():
     pos = make_embedding("fope_shared", train_len=160)  # a lower floor: rows of noise are new
-    pos.inherit(make_embedding())
+    inherit(pos, make_embedding("fope_shared"))
     assert torch.equal(pos.cos_coef, pos.sin_coef)
 
 

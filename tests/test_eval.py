@@ -246,7 +246,7 @@ def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_pa
         (["--rope_scaling", "kind=ntk", "factor=2"], "none of yarn, interpolate"),
         (["--rope_scaling", "temperature=true"], "--rope_scaling needs a factor"),
         # a trained FoPE keeps its coefficients
-        (["--pos_args", "sigma=0.9"], "not with sigma 0.9"),
+        (["--pos_args", "sigma=0.9"], "with 2 tables, sigma 0.9"),
         (["--pos_args", "floor=False"], "floor of fope must be bool or int, not 'False'"),
         (["--pos_args", "gamma=3"], "fope has no keyword gamma"),
         (["--pos_args", "variant=paper", "variant=released"], "each once"),

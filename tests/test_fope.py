@@ -1,6 +1,7 @@
 """The embeddings against their formulas, written a second time in the most literal way."""
 
 import cmath
+import doctest
 import math
 
 import pytest
@@ -9,7 +10,10 @@ from conftest import SHAPE, draw_qkv, make_embedding, softmax_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fope
 from baselines import POSITION_EMBEDDINGS, yarn
+from checkpoint import inherit
+from common import Refused
 from fope import (
     ALiBi,
     FoPE,
@@ -383,7 +387,7 @@ def test_cached_tables_follow_their_coefficients():
     assert torch.equal(rotated(pos), before)
     torch.manual_seed(5)
     drawn_anew = FoPE(**SHAPE)
-    pos.inherit(drawn_anew)
+    inherit(pos, drawn_anew)
     assert torch.equal(rotated(pos), rotated(drawn_anew)) and not torch.equal(rotated(pos), before)
     pos.cos_coef.mul_(2.0)
     pos.forget_tables()
@@ -399,7 +403,7 @@ def test_fope_at_twice_the_length_keeps_the_coefficients_of_its_frequencies(kwar
     torch.manual_seed(5)
     new = FoPE(head_dim=64, n_head=2, train_len=1024, **kwargs)
     assert (old.n_kept, new.n_kept) == (16, 18)
-    new.inherit(old)
+    inherit(new, old)
     assert torch.equal(new.freqs[:16], old.freqs[:16])
     assert torch.equal(new.freqs[:18], rope_freqs(64)[:18])
     if kwargs.get("n_freq"):
@@ -416,20 +420,28 @@ def test_fope_at_twice_the_length_keeps_the_coefficients_of_its_frequencies(kwar
 def test_fope_keeps_its_own_draws_where_nothing_was_drawn_before():
     pos = make_embedding()
     before = pos.state_dict()["cos_coef"].clone()
-    pos.inherit(make_embedding("rope"))
+    inherit(pos, make_embedding("rope"))
     assert torch.equal(pos.cos_coef, before)
 
 
-@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}])
+@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}, {"n_table": 1}])
 def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
-    words = f"drawn with sigma 0.3 .* not with .*{next(iter(change.values()))}"
-    with pytest.raises(AssertionError, match=words):
-        make_embedding(**change).inherit(make_embedding())
+    (value,) = change.values()
+    with pytest.raises(Refused, match=f"with 2 tables, sigma 0.3, released: .* with .*{value}"):
+        inherit(make_embedding(**change), make_embedding())
 
 
-def test_tables_are_not_shared_otherwise_by_an_inherited_embedding():
-    with pytest.raises(AssertionError, match="has 2 tables, not n_table=1"):
-        make_embedding(n_table=1).inherit(make_embedding())
+def test_one_kind_of_fope_does_not_inherit_from_another():
+    with pytest.raises(Refused, match="cannot go on"):
+        inherit(make_embedding("fope_shared"), make_embedding())
+
+
+# --- the example for the wall
+
+
+def test_the_worked_example_is_what_comes_out():
+    example = doctest.DocTestParser().get_doctest(fope.EXAMPLE, vars(fope), "example", None, 0)
+    assert doctest.DocTestRunner().run(example).failed == 0 and len(example.examples) > 4
 
 
 # --- refusals

@@ -284,7 +284,7 @@ def test_frequencies_are_not_scaled_where_there_are_none(name):
     "changes, words",
     [
         ({"pos": "xpos"}, "known: nope, alibi, rope, fope, kerple, fire, rope_a"),
-        ({"pos_args": {"sigma": 0.4}}, "fope: coefficients were drawn with sigma 0.3"),
+        ({"pos_args": {"sigma": 0.4}}, "coefficients were drawn with 2 tables, sigma 0.3"),
         ({"pos_args": {"alpha": 1}}, "fope has no keyword alpha"),
         ({"pos_args": {"n_freq": 0}}, "fope: n_freq is 0, but 1 frequencies are kept"),
     ],

@@ -728,7 +728,7 @@ def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
         (["--rope_scaling", "kind=yarn", "kind=interpolate", "factor=2"], "each once"),
         (["--rope_scaling", "temperature=true"], "needs a factor"),
         (["--pos", "alibi", "--rope_scaling", "factor=2"], "alibi has no frequencies"),
-        (["--pos_args", "sigma=0.9"], "not with sigma 0.9"),
+        (["--pos_args", "sigma=0.9"], "with 2 tables, sigma 0.9"),
         (["--init_from", "nowhere"], "no file nowhere"),
     ],
 )
