@@ -170,7 +170,7 @@ TINY_PASSKEY = replace(
     tokenizer="bpe:2048",
     task="passkey",
     task_share=1.0,
-    tokens=3_072_000,
+    tokens=4_096_000,
     lr=3.5e-4,
 )
 RECIPES = {

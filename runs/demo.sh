@@ -2,7 +2,7 @@
 # The experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained at 512 tokens on the same text and
 # read at 512 to 8192; then the same with passkeys. One seed of each.
 #
-#   bash runs/demo.sh            2 slow cores: 10 minutes to the first figure, 30 more to the second
+#   bash runs/demo.sh            2 slow cores: 10 minutes to the first figure, 40 more to the second
 #   bash runs/demo.sh --text     the first alone
 #   bash runs/demo.sh --quick    both with next to no training: 3 minutes
 #   bash runs/demo.sh --out DIR  somewhere else than runs_out/tiny

@@ -70,7 +70,7 @@ def test_defaults_are_the_papers_from_20M_up(preset):
 def test_tiny_recipes_and_their_models():
     """Text and passkeys have one shape of model."""
     text = dict(train_len=512, tokens=1_024_000, batch_size=2, lr=2e-3, task="", task_share=0.0)
-    passkey = dict(tokens=3_072_000, lr=3.5e-4, task="passkey", task_share=1.0)
+    passkey = dict(tokens=4_096_000, lr=3.5e-4, task="passkey", task_share=1.0)
     for preset, expected in (("tiny", text), ("tiny_passkey", text | passkey)):
         recipe = parsed("--preset", preset)
         assert {name: getattr(recipe, name) for name in expected} == expected
