@@ -136,6 +136,11 @@ class GPT(nn.Module):
         """Parameters in blocks and head, the paper's way to count: all but the input table."""
         return sum(p.numel() for p in self.parameters()) - self.embed.weight.numel()
 
+    def flops_per_token(self):
+        """Of training at train_len, by PaLM's count (Chowdhery et al., 2022, appendix B)."""
+        c = self.config
+        return 6 * self.num_params() + 12 * c.n_layer * c.n_head * c.head_dim * c.train_len
+
     def forward(self, idx, targets=None, *, positions=slice(None), reduction="mean"):
         """
         idx (B, T) token ids. Without targets: logits (B, T, vocab_size), or those of `positions`,
@@ -185,14 +190,26 @@ class GPT(nn.Module):
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 
 
+def slices(x, weight):
+    """
+    The rows of x (N, C) in slices that have no more logits than that, with V of weight (V, C) a
+    row: N is halved until they fit, so that all are of one size and compile to one graph. On CUDA
+    they are larger, since for each the gradient of all V weights is read and written once.
+    """
+    n_rows, most = len(x), LOGITS_PER_SLICE * (8 if x.is_cuda else 1)
+    while n_rows * len(weight) > most:
+        n_rows = -(-n_rows // 2)
+    return [slice(start, start + n_rows) for start in range(0, len(x), n_rows)]
+
+
 def loss_and_gradient(logits, targets):
     """Summed cross-entropy of logits (N, V), and its gradient, softmax minus one-hot."""
     log_probs = F.log_softmax(logits, dim=1, dtype=torch.float32)
     loss = -log_probs.gather(1, targets[:, None]).sum()
-    # minus one while it is fp32: bf16 would round a probability of 0.999 to 1, the difference to 0
-    minus_one = -torch.ones_like(log_probs[:, :1])
-    gradient = log_probs.exp_().scatter_add_(1, targets[:, None], minus_one)
-    return loss, gradient.to(logits.dtype)
+    # by comparison: compiled, a scatter would first write all probabilities in fp32
+    one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
+    # in fp32: bf16 would round a probability of 0.999 to 1, and the difference to 0
+    return loss, log_probs.exp_().sub_(one_hot.to(torch.float32)).to(logits.dtype)
 
 
 def vocab_logits(x, weight, vocab_size):
@@ -208,17 +225,15 @@ def linear_cross_entropy(
     """
     Cross-entropy in nats of targets (B, T) under the logits x weight^T, x (B, T, C), weight (V, C),
     of whose rows only the first vocab_size are tokens; fp32. Its mean, a scalar, to be trained on;
-    or with reduction="none" (B, T), for evaluation: with gradients it would keep all logits. They
-    are made for LOGITS_PER_SLICE // V tokens at a time. slice_loss: loss_and_gradient, or the same
-    compiled.
+    or with reduction="none" (B, T), for evaluation: with gradients it would keep all logits.
+    slice_loss: loss_and_gradient, or the same compiled.
     """
-    n_rows, shape = max(1, LOGITS_PER_SLICE // len(weight)), targets.shape
+    shape = targets.shape
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
     if reduction == "mean":
-        return SlicedCrossEntropy.apply(x, weight, targets, vocab_size, n_rows, slice_loss)
+        return SlicedCrossEntropy.apply(x, weight, targets, vocab_size, slice_loss)
     losses = []
-    for start in range(0, len(x), n_rows):
-        rows = slice(start, start + n_rows)
+    for rows in slices(x, weight):
         logits = vocab_logits(x[rows], weight, vocab_size).float()
         losses.append(F.cross_entropy(logits, targets[rows], reduction="none"))
     return torch.cat(losses).view(shape)
@@ -228,17 +243,17 @@ class SlicedCrossEntropy(torch.autograd.Function):
     """
     The mean cross-entropy, whose gradients are made in the forward pass, while the logits of a
     slice are there: to make them again in the backward pass would be a seventh more work at 60M.
+    (torch 2.13's own linear_cross_entropy does the same, but in fp32 under autocast.)
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, n_rows, slice_loss):
+    def forward(ctx, x, weight, targets, vocab_size, slice_loss):
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         x_cast, weight_cast = x.to(dtype), weight.to(dtype)
         loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
-        for start in range(0, len(x), n_rows):
-            rows = slice(start, start + n_rows)
+        for rows in slices(x, weight):
             logits = vocab_logits(x_cast[rows], weight_cast, vocab_size)
             slice_sum, gradient = slice_loss(logits, targets[rows])
             loss += slice_sum
@@ -251,4 +266,4 @@ class SlicedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_weight = ctx.saved_tensors
         n = len(grad_x)
-        return grad_loss / n * grad_x, grad_loss / n * grad_weight, None, None, None, None
+        return grad_loss / n * grad_x, grad_loss / n * grad_weight, None, None, None

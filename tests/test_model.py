@@ -119,6 +119,17 @@ def test_sliced_loss_has_the_same_value_and_gradients(monkeypatch, autocast):
         torch.testing.assert_close(linear_cross_entropy(x, w, targets, V), each.mean())
 
 
+@pytest.mark.parametrize(("N", "V"), [(1024, 2048), (2048, 50304), (100, 2**20), (3, 2**25)])
+def test_slices_of_the_loss_fit_and_are_equal(N, V):
+    """All of one size, but for the last where N cannot be halved evenly."""
+    rows = model_file.slices(torch.empty(N, 1), torch.empty(V, 1))
+    sizes = [len(range(N)[s]) for s in rows]
+    assert sum(sizes) == N and max(sizes) * V <= model_file.LOGITS_PER_SLICE
+    assert set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]
+    if N & (N - 1) == 0:
+        assert set(sizes) == {sizes[0]}
+
+
 @pytest.mark.parametrize("p", [0.5, 0.9, 0.99, 0.999, 0.9999])
 def test_gradient_in_bf16_of_a_token_that_the_model_is_sure_of(p):
     """bf16 knows no number between 0.996 and 1: p - 1 has to be made before it is rounded."""
