@@ -11,7 +11,9 @@ import importlib.util
 import json
 import math
 import re
+from bisect import bisect
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +134,8 @@ def read_shard(path):
     if n_tokens < 1 or size != expected:
         what = f"{n_tokens} tokens make {expected} bytes, it has {size}"
         raise Refused(f"{path} is damaged: {what}")
-    return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(n_tokens,))
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(n_tokens,))
+    return np.asarray(tokens)  # a memmap's own slices are slow to make
 
 
 class TokenData:
@@ -170,22 +173,21 @@ class TokenData:
                 damage = e
         if common.all_reduce_sum(torch.tensor(float(damage is not None))):
             raise damage or Refused(f"{folder} is damaged, as the first process says")
-        self.starts = np.cumsum([0] + [len(s) for s in self.shards])
+        self.starts = list(accumulate(map(len, self.shards), initial=0))
 
     def __len__(self):
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start, n):
         """Tokens start .. start + n - 1 as int64, across shards."""
         if start < 0 or start + n > len(self):
             raise IndexError(f"tokens {start} to {start + n} of {len(self)}")
-        i = int(np.searchsorted(self.starts, start, side="right")) - 1
-        parts = []
-        while n > 0:
-            part = self.shards[i][start - self.starts[i] :][:n]
-            parts.append(part)
-            start, n, i = start + len(part), n - len(part), i + 1
-        return np.concatenate(parts).astype(np.int64)
+        tokens, done, i = np.empty(n, dtype=np.int64), 0, bisect(self.starts, start) - 1
+        while done < n:
+            part = self.shards[i][start + done - self.starts[i] :][: n - done]
+            tokens[done : done + len(part)] = part
+            done, i = done + len(part), i + 1
+        return tokens
 
     def tokenizer_id(self):
         return tokenizer_id(self.meta)
@@ -354,4 +356,7 @@ class Batches:
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""
         n = self.batch_size // common.world_size()
         first = step * self.batch_size + common.rank() * n
-        return torch.from_numpy(np.stack([self.sequence(i) for i in range(first, first + n)]))
+        batch = np.empty((n, self.train_len + 1), dtype=np.int64)
+        for i, row in enumerate(batch, start=first):
+            row[:] = self.sequence(i)
+        return torch.from_numpy(batch)

@@ -194,6 +194,31 @@ def start_log(out, step, data):
 
 # --- training
 
+# in bf16, dense, with sums in fp32, as the makers say; by a part of the card's name
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+PEAK_FLOPS |= {"L40S": 362e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def use_of_device(tokens_per_s, flops_per_token, hardware):
+    """
+    For the log: tokens/s; on a known card MFU, the share of its peak FLOP/s that the model's are;
+    on any card the most memory so far, in GB.
+    """
+    use = {"tokens_per_s": round(tokens_per_s)}
+    if peak := next((PEAK_FLOPS[card] for card in PEAK_FLOPS if card in hardware), None):
+        use["mfu"] = round(tokens_per_s * flops_per_token / peak / common.world_size(), 4)
+    if torch.cuda.is_initialized():
+        use["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return use
+
+
+def fetch(batches, step, device):
+    """The batch of a step, on the device, or on its way there while a GPU computes."""
+    batch = batches.batch(step)
+    if device.type == "cuda":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)
+
 
 def accumulate_gradients(model, batch, n_micro):
     """Gradients of the mean loss of a batch (B, T + 1), in n_micro micro-batches; the loss."""
@@ -298,17 +323,18 @@ def main(argv=None):
     with bar, common.lock(out) if first else nullcontext(), StopSignal() as stop_signal:
         if first:
             start_log(out, step, data)
+        batch = fetch(batches, step, device)
         while step < stop_at and not stop:
             # set the learning rates of this step
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = learning_rate(step, n_steps, recipe.warmup_steps, peak)
 
-            # forward and backward
-            batch = batches.batch(step).to(device)
+            # forward and backward; while a GPU is at it, the next batch
             loss = accumulate_gradients(model, batch, n_micro)
+            batch = fetch(batches, step + 1, device)
 
             # what all processes must agree on: the mean loss, and whether one was told to stop
-            told = loss.new_tensor(stop_signal.signum)
+            told = torch.full_like(loss, stop_signal.signum)
             agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
             loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
             if not math.isfinite(loss):
@@ -329,15 +355,16 @@ def main(argv=None):
                 rate = (step - last_step) * tokens_per_step / seconds
                 lr = optimizer.param_groups[0]["lr"]
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
-                line["tokens_per_s"] = round(rate)
+                line |= use_of_device(rate, raw_model.flops_per_token(), started["hardware"])
                 if validate:
                     val_loss = float(window_loss(raw_model, val_tokens, recipe.train_len).mean())
                     line["val_loss"] = val_loss
                 if first:
                     with common.file_errors(), open(out / "log.jsonl", "a") as f:
                         f.write(json.dumps(line) + "\n")
-                shown = f"{val_loss:.3f}" if val_loss else "-"
-                bar.set_postfix(loss=f"{loss:.3f}", val=shown, lr=f"{lr:.1e}", refresh=False)
+                shown = {"val": f"{val_loss:.3f}"} if val_loss else {}
+                shown |= {"mfu": f"{line['mfu']:.0%}"} if "mfu" in line else {}
+                bar.set_postfix(loss=f"{loss:.3f}", **shown, lr=f"{lr:.1e}", refresh=False)
                 last_time, last_step = time.monotonic(), step
 
             # save by steps, and by the clock where steps are slow
