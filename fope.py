@@ -116,7 +116,10 @@ class ALiBi(PositionEmbedding):
         query_columns = self.slopes.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 2)
         q = torch.cat((q / math.sqrt(self.head_dim), query_columns), dim=-1)  # head_dim + 2
         k = torch.cat((k, key_columns.expand(*k.shape[:-1], 2)), dim=-1)
-        return q, k, F.pad(v, (0, 2))  # the fused CPU kernel wants q, k and v of one width
+        # zeros up to a multiple of 8: any other width some CUDA kernels do not take
+        zeros = -q.size(-1) % 8
+        # and v as wide, as the fused CPU kernel wants it
+        return F.pad(q, (0, zeros)), F.pad(k, (0, zeros)), F.pad(v, (0, 2 + zeros))
 
 
 # --- RoPE

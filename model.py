@@ -15,9 +15,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines import rope_scaling
 from fope import POSITION_EMBEDDINGS, RoPE
+
+# all but cuDNN, which makes a plan for every length that is new
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # --- what a model is
 
@@ -172,7 +176,8 @@ class GPT(nn.Module):
         computation as in training.
         """
         for _ in range(max_new_tokens):
-            logits = self(idx, positions=[-1])[:, 0].float()  # (B, vocab_size)
+            with sdpa_kernel(NO_PLANS):
+                logits = self(idx, positions=[-1])[:, 0].float()  # (B, vocab_size)
             if temperature == 0:
                 next_token = logits.argmax(dim=-1, keepdim=True)
             else:
