@@ -13,7 +13,6 @@ import common
 import evaluation
 from common import positive_int, seed_int
 from data import TASKS, load_tokenizer
-from recipe import parse_lengths
 
 
 def main(argv=None):
@@ -24,24 +23,21 @@ def main(argv=None):
     add("--generate", action="store_true", help="decode token by token instead of in one pass")
     add("--seed", type=seed_int, help="of the trials; else the run's")
     args = parser.parse_args(argv)
-    model, about, state = evaluation.load_for_evaluation(args)
+    asked = dict(lengths=args.lengths, trials=args.trials)
+    model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
     out = evaluation.result_file(args, name)
     task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
-    trials, seed = args.trials or recipe.trials, args.seed
-    if seed is None:
-        seed = recipe.seed
+    seed = recipe.seed if args.seed is None else args.seed
+    how = recipe.trials, seed, args.generate, common.rank() == 0
 
     def evaluate(length):
-        show = common.rank() == 0
-        return evaluation.task_accuracy(model, task, length, trials, seed, args.generate, show)
+        return evaluation.task_accuracy(model, task, length, *how)
 
-    lengths = parse_lengths(args.lengths or recipe.lengths, recipe.train_len)
-    results, skipped = evaluation.evaluate_lengths(lengths, evaluate, recipe.train_len)
-    more = dict(step=state["step"], trial_seed=seed, generate=args.generate)
-    more["trained_on"] = about.get("data_sha256")
-    evaluation.write_result(out, model, name, args.label, results, skipped, **more)
+    measured = evaluation.evaluate_lengths(model, evaluate)
+    about = dict(kind=name, label=args.label, **trained, trial_seed=seed, generate=args.generate)
+    evaluation.write_result(out, model, about, measured)
 
 
 if __name__ == "__main__":

@@ -27,18 +27,18 @@ def main(argv=None):
     add("--data", help="data folder whose validation split is read, if not the one trained on")
     add("--max_tokens", type=positive_int, help="validation tokens to read; else the recipe's")
     args = parser.parse_args(argv)
-    out = evaluation.result_file(args, "perplexity")
-    model, about, state = evaluation.load_for_evaluation(args)
+    out, asked = evaluation.result_file(args, "perplexity"), dict(read_tokens=args.max_tokens)
+    model, trained = evaluation.load_for_evaluation(args, lengths=args.lengths, **asked)
     recipe = model.config
     data = TokenData(args.data or recipe.data, "val")
     if data.tokenizer_id() != recipe.tokenizer:
-        trained = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
+        was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
         held = f"{data.folder} holds tokens of {data.tokenizer_id()}"
-        raise Refused(f"{trained}, {held}: their losses cannot be compared")
+        raise Refused(f"{was}, {held}: their losses cannot be compared")
 
     # all lengths score the same tokens: whole windows of the longest that fits
-    n_tokens = min(len(data), args.max_tokens or recipe.read_tokens)
-    lengths = parse_lengths(args.lengths or recipe.lengths, recipe.train_len)
+    n_tokens = min(len(data), recipe.read_tokens)
+    lengths = parse_lengths(recipe.lengths, recipe.train_len)
     too_few = f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window"
     if n_tokens <= lengths[0]:
         raise Refused(f"{too_few} of {lengths[0]:,}")
@@ -53,21 +53,12 @@ def main(argv=None):
         _, targets = evaluation.cut(tokens, length)
         return evaluation.text_row(losses, targets.size, int(token_bytes[targets].sum()))
 
-    results, skipped = evaluation.evaluate_lengths(lengths, evaluate, recipe.train_len)
+    measured = evaluation.evaluate_lengths(model, evaluate)
+    about = dict(kind="perplexity", label=args.label, **trained)
+    about |= dict(data=str(data.folder), data_sha256=data.sha256())
     log = read_log(args.run)
-    evaluation.write_result(
-        out,
-        model,
-        "perplexity",
-        args.label,
-        results,
-        skipped,
-        data=str(data.folder),
-        data_sha256=data.sha256(),
-        trained_on=about.get("data_sha256"),
-        step=state["step"],
-        curve=[[line["tokens"], round(line["loss"], 4), line.get("val_loss")] for line in log],
-    )
+    about["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
+    evaluation.write_result(out, model, about, measured)
 
 
 if __name__ == "__main__":

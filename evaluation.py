@@ -5,7 +5,7 @@ eval_perplexity.py and eval_passkey.py are the command lines.
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
+from recipe import parse_lengths
 
 DEPTH_BINS = 10
 
@@ -173,35 +174,59 @@ def evaluation_parser(doc):
     return parser
 
 
-def load_for_evaluation(args):
-    """(model, about, state) of the run, its embedding changed as the flags say."""
+def load_for_evaluation(args, **asked):
+    """
+    (model, what its result says of the training) of args.run. asked: fields of the recipe, those
+    that are not None change it. The embedding is changed as the flags say.
+    """
     device = common.init_distributed(args.device)
     model, about, state = load_run(args.run)
+    asked = {name: value for name, value in asked.items() if value is not None}
     changes = {
         flag: common.parse_keywords(f"--{flag}", pairs)
         for flag in ("pos_args", "rope_scaling")
         if (pairs := getattr(args, flag))
     }
+    config = replace(model.config, **asked)
     if changes:
         if not args.out:
             raise Refused("a changed embedding needs --out, beside the trained one's result")
         if "rope_scaling" in changes:
-            scaling = model.config.scaling_of_trained(changes["rope_scaling"])
+            scaling = config.scaling_of_trained(changes["rope_scaling"])
             changes["rope_scaling"] = scaling
-        config = model.config.changed(**changes)
+        config = config.changed(**changes)
         model = with_pos(model, config)
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
-    return model.to(device), about, state
+    model.config = config.check()
+    trained = {"trained_on": about.get("data_sha256"), "step": state["step"]}
+    return model.to(device), trained
 
 
-def evaluate_lengths(lengths, evaluate, train_len):
+def result_file(args, kind):
+    """Where the result goes, checked now and not after the work: it may replace a result alone."""
+    out = args.out or Path(args.run) / f"{kind}.json"
+    if out.exists() and not (out.is_file() and is_result(out)):
+        raise Refused(f"--out {out} is there already and is no result")
+    common.make_folder(out.parent)
+    return out
+
+
+def is_result(path):
+    try:
+        return {"kind", "lengths"} <= common.read_json(path).keys()
+    except Refused:
+        return False
+
+
+def evaluate_lengths(model, evaluate):
     """
-    evaluate(length) -> dict, for every length, printed as a table: (results, skipped), two dicts
-    by length. A length that evaluate refuses, or for which the memory does not suffice, is skipped.
-    Refused where no length is left, and for a model that gives no numbers.
+    evaluate(length) -> dict, for every length of the model's recipe, printed as a table: two dicts
+    by length, the results and why a length was skipped. That is one which evaluate refuses, or for
+    which the memory does not suffice. Refused where no length is left, and for a model that gives
+    no numbers.
     """
-    results, skipped = {}, {}
-    for length in lengths:
+    results, skipped, train_len = {}, {}, model.config.train_len
+    for length in parse_lengths(model.config.lengths, train_len):
         try:
             row = evaluate(length)
         except Refused as e:
@@ -223,30 +248,12 @@ def evaluate_lengths(lengths, evaluate, train_len):
         print(f"{f'{length:,} ({length / train_len:g}x)':>15}{''.join(cells)}", flush=True)
     if not results:
         raise Refused("no length could be evaluated")
-    return results, skipped
+    return {"lengths": results, "skipped": skipped}
 
 
-def result_file(args, kind):
-    """Where the result goes, checked now and not after the work: it may replace a result alone."""
-    out = args.out or Path(args.run) / f"{kind}.json"
-    if out.exists() and not (out.is_file() and is_result(out)):
-        raise Refused(f"--out {out} is there already and is no result")
-    common.make_folder(out.parent)
-    return out
-
-
-def is_result(path):
-    try:
-        return {"kind", "lengths"} <= common.read_json(path).keys()
-    except Refused:
-        return False
-
-
-def write_result(out, model, kind, label, results, skipped, **more):
+def write_result(out, model, about, measured):
     """The json of an evaluation: what was read by which model, from where, and how it did."""
     if common.rank() == 0:
-        about = {"kind": kind, "label": label, "command": common.command()}
-        about |= common.provenance(next(model.parameters()).device)
-        about |= {"recipe": asdict(model.config), **more, "lengths": results, "skipped": skipped}
-        common.write_json(out, about)
+        here = {"command": common.command(), **common.provenance(next(model.parameters()).device)}
+        common.write_json(out, {**about, **here, "recipe": asdict(model.config), **measured})
     print(f"wrote {out}")

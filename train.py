@@ -35,7 +35,7 @@ from common import Refused, positive_int
 from data import Batches, TokenData
 from evaluation import window_loss
 from model import GPT
-from recipe import MAY_CHANGE, RECIPES, add_flags, check_known
+from recipe import MAY_CHANGE, RECIPES, add_flags, check_known, parse_lengths
 
 SAVE_SECONDS = 300
 
@@ -234,6 +234,18 @@ def accumulate_gradients(model, batch, n_micro):
     return loss
 
 
+def how_to_evaluate(recipe, out, rate):
+    """A command, which reads what takes about a minute at this many tokens per second."""
+    lengths = parse_lengths(recipe.lengths, recipe.train_len)
+    if recipe.task_share == 1:
+        command, flag, most = "eval_passkey.py", "--trials", recipe.trials
+        n = max(10, 60 * rate / sum(lengths))
+    else:
+        command, flag, most = "eval_perplexity.py", "--max_tokens", recipe.read_tokens
+        n = max(lengths[-1] + 1, 60 * rate / len(lengths))
+    return f"{command} {shlex.quote(str(out))}" + (f" {flag} {n:.0f}" if n < most else "")
+
+
 def save(out, model, about, optimizer, step):
     if not all(p.isfinite().all() for p in model.parameters()):
         what = f"the weights of step {step:,} are no longer finite and are not saved"
@@ -291,7 +303,7 @@ def main(argv=None):
     if about["code"] != started["code"]:
         about["code_since"] = {"step": state["step"], **started["code"]}
     about["optimizer"] = describe_optimizer(optimizer, peaks)
-    step, val_loss, stop = state["step"], None, False
+    step, val_loss, stop, rate = state["step"], None, False, math.inf
     del state  # or its memory would stay
 
     # what will be done
@@ -375,8 +387,7 @@ def main(argv=None):
         save(out, raw_model, about, optimizer, step)  # a second Ctrl-C cannot interrupt it
 
     if step == n_steps:
-        script = "eval_passkey.py" if recipe.task_share == 1 else "eval_perplexity.py"
-        print(f"done: {n_steps:,} steps; now: python {script} {shlex.quote(str(out))}")
+        print(f"done: {n_steps:,} steps; now: python {how_to_evaluate(recipe, out, rate)}")
         return
     how = f"python train.py --resume --out {shlex.quote(str(out))} continues"
     print(f"stopped at step {step:,} of {n_steps:,} and saved; {how}")

@@ -90,20 +90,20 @@ def train_command(changes, preset, run, args):
     return command + ["--compile"] * (args.device != "cpu")
 
 
-def eval_commands(figure, model, kind, run, args):
-    """{the result: words of the command that writes it}: on each corpus of the figure."""
-    script, commands = "perplexity" if kind == "text" else "passkey", {}
+def evaluations_of(figure, model, kind, recipe, run, args):
+    """[(the result, its recipe, words of the command that writes it)]: for each corpus read."""
+    script, found = "perplexity" if kind == "text" else "passkey", []
     for corpus in figure.corpora if kind == "text" else ("",):
         name = script if kind == "text" else kind
         result = run / (f"{name}_{corpus}.json" if corpus else f"{name}.json")
         command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
         command += ["--data", data_folder(corpus, args)] if corpus else []
-        if corpus in SIZES[args.size].read_tokens:
-            command += ["--max_tokens", SIZES[args.size].read_tokens[corpus]]
+        n = SIZES[args.size].read_tokens.get(corpus, recipe.read_tokens)
+        command += ["--max_tokens", n] if n != recipe.read_tokens else []
         command += ["--task", kind] if kind not in ("text", "passkey") else []
         command += ["--label", model.label] if model.label else []
-        commands[result] = command
-    return commands
+        found.append((result, replace(recipe, read_tokens=n), command))
+    return found
 
 
 def job_of(figure, model, kind, seed, args):
@@ -115,10 +115,11 @@ def job_of(figure, model, kind, seed, args):
         needs = str(start.relative_to(args.out))
     if kind != "text" and SIZES[args.size].one_for_both:  # the text model is evaluated once more
         name, needs, trains = f"{name} {kind}", name, False
-    commands = [train_command(changes, recipe.preset, run, args)] if trains else []
-    evaluations = eval_commands(figure, model, kind, run, args)
-    commands += evaluations.values()
-    return Job(name, recipe, commands, list(evaluations), needs, trains, model.shown)
+    commands, results = [train_command(changes, recipe.preset, run, args)] if trains else [], {}
+    for result, asked, command in evaluations_of(figure, model, kind, recipe, run, args):
+        results[result] = asked
+        commands.append(command)
+    return Job(name, recipe, commands, results, needs, trains, model.shown)
 
 
 def jobs_of(figure, args):

@@ -15,7 +15,7 @@ from threading import Lock
 from tqdm import tqdm
 
 from common import ROOT, Refused, make_folder, read_json
-from recipe import MAY_CHANGE, Recipe, recipe_fields
+from recipe import MAY_CHANGE, Recipe, parse_lengths, recipe_fields
 
 
 def n_cores():
@@ -30,23 +30,30 @@ class Job:
     name: str
     recipe: Recipe  # of the model
     commands: list  # of lists of words, a script of ours first
-    results: list  # paths; when all are there the job is done
+    results: dict  # {path: its recipe}; when all are there the job is done
     needs: str = ""  # the name of the job that must be done before
     trains: bool = True
     shown: bool = True
 
     def done(self):
-        """Whether all results are there. Refused where one is of another recipe."""
-        if not all(path.exists() for path in self.results):
-            return False
-        asked = vars(self.recipe.resolved())
-        for path in self.results:
-            for name, was in recipe_fields(read_json(path)).items():
-                of_the_data = name in ("tokenizer", "vocab_size")
-                if not of_the_data and name not in MAY_CHANGE and was != asked[name]:
-                    what = f"{path} is of a model with {name} {was}, not {asked[name]}"
-                    raise Refused(f"{what}; choose another --out or move it away")
-        return True
+        """
+        Whether all results are there, and none asked less or at other lengths, as one typed by hand
+        may have. Refused where one is of another model.
+        """
+        return all(path.exists() and answers(path, asked) for path, asked in self.results.items())
+
+
+def answers(path, asked):
+    """Whether a result has been asked what a recipe asks. Refused if it is of another model."""
+    result, asked = recipe_fields(read_json(path)), vars(asked.resolved())
+    for name, was in result.items():
+        of_the_data = name in ("tokenizer", "vocab_size")
+        if not of_the_data and name not in MAY_CHANGE and was != asked[name]:
+            what = f"{path} is of a model with {name} {was}, not {asked[name]}"
+            raise Refused(f"{what}; choose another --out or move it away")
+    same = all(result.get(name) == asked[name] for name in ("read_tokens", "trials"))
+    lengths = (parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked))
+    return same and next(lengths) == next(lengths)
 
 
 class Runner:

@@ -124,9 +124,9 @@ def test_models_of_books_are_read_on_two_corpora(tmp_path):
 
 
 def test_models_that_go_on_take_small_steps_and_are_read_at_the_first_length(tmp_path):
-    """A tenth of the tokens at twice the length: 100 steps of text, 300 of passkeys."""
+    """A tenth of the tokens at twice the length: 100 steps of text, 400 of passkeys."""
     made = {j.name: j for j in paper.jobs_of(FIGURES["figure4"], arguments(tmp_path))}
-    for kind, n_steps in (("text", 100), ("passkey", 300)):
+    for kind, n_steps in (("text", 100), ("passkey", 400)):
         job = made[f"{kind}/rope_yarn16_s0"]
         recipe = job.recipe
         assert recipe.train_len == 1024 and recipe.n_steps == n_steps
@@ -164,15 +164,15 @@ def job(tmp_path, name, code="", needs="", tokens=7):
     """A job that runs `code` and writes a result of a model of 7 tokens."""
     result = tmp_path / f"{name}.json"
     code = f"open({str(tmp_path / 'order')!r}, 'a').write({name!r} + ' '); {code}"
-    content = {"recipe": {"tokens": 7}}
-    done = f"{code}\nimport sys, json; json.dump({content}, open(sys.argv[1], 'w'))"
     recipe = replace(RECIPES["tiny"], tokens=tokens)
-    return jobs.Job(name, recipe, [["-c", done, result]], [result], needs)
+    content = {"recipe": vars(replace(recipe, tokens=7).resolved())}
+    done = f"{code}\nimport sys, json; json.dump({content}, open(sys.argv[1], 'w'))"
+    return jobs.Job(name, recipe, [["-c", done, result]], {result: recipe}, needs)
 
 
 def test_jobs_run_once_and_in_order(tmp_path):
     made = [job(tmp_path, "b", needs="a"), job(tmp_path, "a"), job(tmp_path, "c")]
-    made[2].results[0].write_text('{"recipe": {"tokens": 7}}')  # done before
+    (tmp_path / "c.json").write_text(json.dumps({"recipe": vars(made[2].recipe.resolved())}))
     jobs.run_jobs(made, arguments(tmp_path))
     assert (tmp_path / "order").read_text() == "a b "
     jobs.run_jobs(made, arguments(tmp_path))
@@ -219,6 +219,19 @@ def test_a_job_that_was_killed_says_so(tmp_path, capsys):
     with pytest.raises(Refused):
         jobs.run_jobs(made, arguments(tmp_path))
     assert "killed by signal 9" in capsys.readouterr().err
+
+
+def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
+    """With fewer tokens, or at other lengths, where the figure's would be."""
+    made = job(tmp_path, "a")
+    jobs.run_jobs([made], arguments(tmp_path))
+    path = tmp_path / "a.json"
+    result = json.loads(path.read_text())
+    for change in (dict(read_tokens=1000), dict(lengths="1x"), dict(trials=3)):
+        path.write_text(json.dumps({"recipe": result["recipe"] | change}))
+        assert not made.done()
+    path.write_text(json.dumps({"recipe": result["recipe"] | dict(lengths="512,2x,4x,8x,8192")}))
+    assert made.done()
 
 
 # --- the command
@@ -291,14 +304,17 @@ def test_a_task_of_ones_own_is_a_figure(tmp_path, monkeypatch):
     assert made[0].recipe.task == "first_key" and made[0].recipe.task_share == 1.0
     train_words, eval_words = ([str(w) for w in c] for c in made[0].commands)
     assert train_words[train_words.index("--task") + 1] == "first_key"
-    assert eval_words[0] == "eval_passkey.py" and made[0].results[0].name == "first_key.json"
+    assert (
+        eval_words[0] == "eval_passkey.py" and next(iter(made[0].results)).name == "first_key.json"
+    )
     row = dict(accuracy=0.5, token_accuracy=0.7, accuracy_by_depth=[0.5] * 10)
     row |= dict(trials_by_depth=[1] * 10)
     for job in made:
-        job.results[0].parent.mkdir(parents=True)
+        (path,) = job.results
+        path.parent.mkdir(parents=True)
         result = dict(kind="first_key", label=None, recipe=vars(job.recipe))
-        job.results[0].write_text(json.dumps(result | {"lengths": {"512": row, "1024": row}}))
-    results = load_results([job.results[0] for job in made])
+        path.write_text(json.dumps(result | {"lengths": {"512": row, "1024": row}}))
+    results = load_results([path for job in made for path in job.results])
     drawn = plot.draw(results, tmp_path / "fig", depth=True)
     assert [os.path.basename(path) for path in drawn] == ["fig.png", "fig_depth.png"]
     assert "| whole first_keys, % |" in tables.markdown_table(results)

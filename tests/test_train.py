@@ -773,3 +773,12 @@ def test_mfu_is_logged_where_the_peak_of_a_card_is_known(hardware, mfu):
     use = train.use_of_device(1000.4, 989e9 / 4, hardware)
     assert use["tokens_per_s"] == 1000
     assert use.get("mfu") == (pytest.approx(mfu, rel=1e-3) if mfu else None)
+
+
+def test_the_last_line_says_how_to_read_for_a_minute():
+    tiny, keys = RECIPES["tiny"], RECIPES["tiny_passkey"]
+    assert train.how_to_evaluate(tiny, "a b", 5000) == "eval_perplexity.py 'a b' --max_tokens 60000"
+    assert train.how_to_evaluate(tiny, "a", 100) == "eval_perplexity.py a --max_tokens 8193"
+    assert train.how_to_evaluate(tiny, "a", 1e6) == "eval_perplexity.py a"
+    assert train.how_to_evaluate(keys, "a", 5000) == "eval_passkey.py a --trials 19"
+    assert train.how_to_evaluate(keys, "a", math.inf) == "eval_passkey.py a"
