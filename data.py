@@ -161,9 +161,13 @@ class TokenData:
         else:
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
             listed, paths = {}, sorted(folder.glob(f"*{split}_*.bin"))
+            if (folder / f"{split}_000000.bin") in paths:  # ours, not published ones
+                raise Refused(f"{folder} has lost its meta.json: make it again by prepare_data.py")
         if not paths:
             raise Refused(f"{folder} has no {split} tokens")
         self.folder, self.paths = folder, paths
+        if self.meta["tokenizer"].startswith("bpe:"):
+            self.tokenizer()  # now: what is trained without its tokenizer cannot be read later
         self.shards = [read_shard(path) for path in paths]
         damage = None
         if common.rank() == 0:  # for all; the others wait

@@ -184,6 +184,7 @@ class GPT(nn.Module):
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -float("inf"))
+                logits = logits - logits.max(dim=-1, keepdim=True).values  # a tiny one overflows
                 probs = F.softmax(logits / temperature, dim=-1)
                 next_token = torch.multinomial(probs, num_samples=1, generator=generator)
             idx = torch.cat((idx, next_token), dim=1)

@@ -9,10 +9,10 @@ Text to token shards.
     python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
-.gz (one JSON object with a "text" a line), and folders of these. The hub's files are downloaded
-and then read as local files. Documents are split into training and validation by a hash of their
-text; of a few long text files the end of each is for validation. The end-of-text token follows each
-document. The shard format is in data.py.
+.gz (one JSON object with a "text" a line, or a list of them), and folders of these. The hub's files
+are downloaded and then read as local files. Documents are split into training and validation by a
+hash of their text; of a few long text files the end of each is for validation. The end-of-text
+token follows each document. The shard format is in data.py.
 
 Killed at any moment, the same command continues.
 """
@@ -143,7 +143,7 @@ def is_text(path):
 def read_documents(path):
     """
     The documents of one local file, one string each. Refused, with file and line, for a truncated
-    gzip, text that is not UTF-8, and a line that is no JSON object with a text.
+    gzip, text that is not UTF-8, and JSON that has no text.
     """
     line = 0
     try:
@@ -152,8 +152,10 @@ def read_documents(path):
                 yield strip_gutenberg(decode(f.read(), path, 1).replace("\r\n", "\n"))
                 return
             for line, content in enumerate(f, start=1):
+                if line == 1 and content.strip(b"\xef\xbb\xbf \t\r\n") in (b"{", b"["):
+                    content += f.read()  # not one object a line, but printed over many
                 if content.strip():
-                    yield json_text(decode(content, path, line), path, line)
+                    yield from json_texts(decode(content, path, line), path, line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         what = f"the gzip file is truncated or damaged ({e})"
         raise Refused(f"{path}, after line {line}: {what}") from None
@@ -170,13 +172,15 @@ def decode(content, path, line):
         raise Refused(f"{path}, line {line}: the text is not UTF-8") from None
 
 
-def json_text(text, path, line):
-    """The "text" of one line of JSON."""
+def json_texts(text, path, line):
+    """The "text" of each object in one piece of JSON: an object, or a list of them."""
     try:
-        # JSON can spell half a surrogate pair, which no UTF-8 text can hold
-        return json.loads(text)["text"].encode("utf-8", "replace").decode("utf-8")
+        records = json.loads(text)
+        for record in records if isinstance(records, list) else [records]:
+            # JSON can spell half a surrogate pair, which no UTF-8 text can hold
+            yield record["text"].encode("utf-8", "replace").decode("utf-8")
     except (ValueError, RecursionError):
-        raise Refused(f"{path}, line {line}: this is not JSON, one object a line") from None
+        raise Refused(f"{path}, line {line}: this is not JSON") from None
     except (TypeError, KeyError, AttributeError):
         raise Refused(f'{path}, line {line}: this JSON has no "text"') from None
 

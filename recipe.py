@@ -141,6 +141,10 @@ LIMITS = {
     "lr": (0, 1000),
     "warmup_steps": (0, 10**15),
     "weight_decay": (0, 1000),
+    "trials": (1, 10**6),
+    "batch_size": (1, 10**6),
+    **dict.fromkeys(("n_layer", "n_head"), (1, 1000)),
+    **dict.fromkeys(("head_dim", "n_embd"), (1, 10**5)),
 }
 
 # --- the table

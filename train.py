@@ -274,6 +274,9 @@ def main(argv=None):
     else:
         recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
     recipe = recipe.check().resolved()
+    compilers = os.environ.get("CXX", ""), "g++", "clang++", "c++"
+    if recipe.compile and not any(map(shutil.which, compilers)):
+        raise Refused("--compile needs a C++ compiler, such as g++; there is none here")
     n_steps, n_micro = recipe.n_steps, micro_batches(recipe)
     tokens_per_step = recipe.batch_size * recipe.train_len
 

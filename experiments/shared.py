@@ -6,11 +6,13 @@ its numbers are saved.
 import sys
 from pathlib import Path
 
-import matplotlib
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from paper import matplotlib  # noqa: E402  which says where it comes from if it is missing
+
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402

@@ -217,8 +217,9 @@ def draw(results, out, measure="perplexity", depth=False):
     figures = {out: figure_length(results, measure)}
     if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
         every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
-        for by in ("depth", "distance") if all("distance" in row for row in every) else ("depth",):
-            figures[f"{out}_{by}"] = figure_heat(tasks[0], by)
+        for by, needed in (("depth", "accuracy_by_depth"), ("distance", "distance")):
+            if all(needed in row for row in every):
+                figures[f"{out}_{by}"] = figure_heat(tasks[0], by)
     common.make_folder(Path(out).parent)
     for name, fig in figures.items():
         common.write_atomically(f"{name}.png", partial(fig.savefig, format="png", dpi=160))

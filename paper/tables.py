@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from common import read_json
+from common import Refused, read_json
 from paper.results import (
     NAMES,
     common_lengths,
@@ -174,6 +174,8 @@ def table_of(name, options, folder):
                 for label, rs in by_label.items():
                     by_label[label] = [r for r in rs if seed_of(r) == int(value)]
         elif key == "kind":
+            if value not in results:
+                raise Refused(f"{path} has no {value}, which the mark of table {name} asks for")
             results = {value: results[value]}
         elif key == "copies":  # passkeys of models that find nearly all at the training length
             results = {"passkey": only_copying(results["passkey"])}

@@ -209,7 +209,9 @@ def test_processes_on_gpus_reduce_tensors_of_the_cpu_too(monkeypatch):
     """Sums of results are on the CPU: with the GPU's backend alone the first of them would fail."""
     seen = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    refuses(lambda argv: common.init_distributed("cpu"), [], "torchrun has not started this")
+    for name in ("LOCAL_RANK", "RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)
     made = lambda *_, device: SimpleNamespace(device=torch.device(device))  # noqa: E731

@@ -453,6 +453,14 @@ def test_kinds_of_files(tmp_path, name):
     assert list(read_documents(tmp_path / name)) == expected
 
 
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("records", [{"text": "one\n", "n": 1}, [{"text": "one\n"}, {"text": "2"}]])
+def test_json_printed_over_many_lines_is_read(tmp_path, records, bom):
+    (tmp_path / "a.json").write_bytes(bom + json.dumps(records, indent=2).encode())
+    expected = [r["text"] for r in (records if isinstance(records, list) else [records])]
+    assert list(read_documents(tmp_path / "a.json")) == expected
+
+
 LINES = b'{"text": "one"}\n' * 3
 
 
@@ -621,7 +629,11 @@ def unchecked(data_folder, tmp_path):
 def names_read(monkeypatch):
     """The names of the shards whose content is read, as it happens."""
     names, file_sha256 = [], common.file_sha256
-    note = lambda path: names.append(path.name) or file_sha256(path)  # noqa: E731
+
+    def note(path):
+        names.extend([path.name] * (path.suffix == ".bin"))
+        return file_sha256(path)
+
     monkeypatch.setattr(common, "file_sha256", note)
     return names
 
@@ -651,6 +663,15 @@ def test_a_folder_that_cannot_be_written_is_checked_each_time(unchecked, names_r
         assert len(TokenData(unchecked, "train")) > 0
     assert names_read == ["train_000000.bin"] * 2
     assert not (unchecked / "verified.json").exists()
+
+
+def test_data_that_lost_its_meta_json_or_tokenizer_is_refused(unchecked):
+    """Without the first it would be read as GPT-2's, without the second trained in vain."""
+    (unchecked / "tokenizer.tiktoken").rename(unchecked / "elsewhere")
+    refuses(lambda argv: TokenData(unchecked, "train"), [], "tokenizer.tiktoken, which bpe:512")
+    (unchecked / "elsewhere").rename(unchecked / "tokenizer.tiktoken")
+    (unchecked / "meta.json").unlink()
+    refuses(lambda argv: TokenData(unchecked, "train"), [], "has lost its meta.json")
 
 
 @pytest.mark.slow

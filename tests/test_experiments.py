@@ -5,6 +5,8 @@ figure and numbers.
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import matplotlib.image
@@ -231,3 +233,14 @@ def test_the_tour_runs(tmp_path):
     assert (tmp_path / "text" / "fope_s0" / "checkpoint.pt").exists()
     assert printed.count("perplexity at 128 256 512 1024 2048") == 1
     assert "FoPE, floor moved" in printed
+
+
+def test_a_missing_package_is_named(tmp_path):
+    """Drawing has its own requirements: without them a sentence, not a traceback."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no', name='matplotlib')")
+    for command in (["experiments/decay.py"], ["-m", "paper", "--list"]):
+        env = dict(os.environ, PYTHONPATH=str(tmp_path))
+        run = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True)
+        said = run.stderr.decode()
+        assert run.returncode == 1 and "Traceback" not in said
+        assert "the package matplotlib is missing: pip install -r paper" in said

@@ -173,5 +173,20 @@ def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         refuses(plot.main, [path, "--out", out], "is a folder")
 
 
+def test_numbers_that_no_figure_can_show_are_no_results(tmp_path):
+    path = result_file(tmp_path, "passkey", "rope", 0, 1.0)
+    text = path.read_text()
+    for number in ("null", "1" + "0" * 400, "NaN", "-1"):
+        path.write_text(text.replace('"accuracy": 1.0', f'"accuracy": {number}'))
+        refuses(plot.main, [path, "--out", tmp_path / "fig"], "is no result")
+
+
+def test_without_depths_there_is_no_figure_of_them(tmp_path):
+    path = result_file(tmp_path, "passkey", "rope", 0, 1.0)
+    path.write_text(path.read_text().replace("accuracy_by_depth", "by_something"))
+    plot.main([str(path), "--out", str(tmp_path / "fig"), "--depth"])
+    assert [p.name for p in tmp_path.glob("*.png")] == ["fig.png"]
+
+
 def test_labels_are_text_in_a_page():
     assert "<b>" not in tables.html_tables("| a | b |\n|---|--:|\n| <b>x</b> | 1 |")

@@ -34,6 +34,11 @@ def test_the_seed_decides_and_one_likely_token_is_greedy(checkpoint, capsys):
     assert text_of(capsys, checkpoint, "--top_k", "1") == greedy
 
 
+def test_the_smallest_temperature_is_greedy(checkpoint, capsys):
+    greedy = text_of(capsys, checkpoint, "--temperature", "0")
+    assert text_of(capsys, checkpoint, "--temperature", "1e-45") == greedy
+
+
 def byte_model(folder, sequence):
     """A run whose model says these bytes one after the other, whatever it has read before."""
     shape = dict(train_len=8, vocab_size=257, n_layer=1, n_head=1, n_embd=384)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, refuses
 from scipy import stats
 from test_plot import result_file
 
@@ -83,6 +83,11 @@ def test_two_corpora_have_a_table_and_a_panel_each(tmp_path):
     assert "minus FoPE, nats per token on c4" in table and "| RoPE | 2 | 0.200 |" in table
     figure = plot.figure_length(found)
     assert [ax.get_title().lower().partition(" (")[0] for ax in figure.axes] == kinds
+
+
+def test_a_mark_that_asks_for_what_is_not_there_is_refused(tmp_path):
+    write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": [1.0]}))
+    refuses(lambda argv: tables.table_of("a", "kind=foo", tmp_path), [], "has no foo")
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):

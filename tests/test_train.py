@@ -782,3 +782,14 @@ def test_the_last_line_says_how_to_read_for_a_minute():
     assert train.how_to_evaluate(tiny, "a", 1e6) == "eval_perplexity.py a"
     assert train.how_to_evaluate(keys, "a", 5000) == "eval_passkey.py a --trials 19"
     assert train.how_to_evaluate(keys, "a", math.inf) == "eval_passkey.py a"
+
+
+def test_sizes_that_no_machine_has_are_refused_at_once(data_folder, tmp_path):
+    for flag in ("--batch_size=1000000000", "--n_layer=10000000", "--trials=1000000000000"):
+        refuses(train.main, ["--data", data_folder, "--out", tmp_path / "x", flag], "at most")
+
+
+def test_compiling_without_a_compiler_is_refused(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.shutil, "which", lambda name: None)
+    argv = ["--data", data_folder, "--out", tmp_path / "x", "--compile"]
+    refuses(train.main, argv, "needs a C++ compiler")
