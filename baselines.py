@@ -175,7 +175,8 @@ class FoPERelative(FoPE):
         return torch.cat((real.flatten(-2), imaginary.flatten(-2), constant), dim=-1).type_as(x)
 
     def attend(self, q, k, v):
-        v = F.pad(v, (0, q.size(-1) - self.head_dim))  # the fused kernel wants one width
+        width = -(-q.size(-1) // 8) * 8  # fused kernels want one width, on CUDA a multiple of 8
+        q, k, v = (F.pad(x, (0, width - x.size(-1))) for x in (q, k, v))
         scale = 1 / math.sqrt(self.head_dim)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return y[..., : self.head_dim]

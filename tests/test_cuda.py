@@ -1,0 +1,275 @@
+"""
+What a GPU would be asked, found out without one.
+
+On fake CUDA tensors, which have a shape, a type and a device but no numbers, one step of every
+embedding shows what a first run would: mixed devices, wrong types, numbers that the CPU waits for
+(they have none to give), the memory that it takes. Kernels do not run. torch.compile is asked on
+the CPU: how many graphs it makes, and what its loss keeps.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import roofline
+
+import common
+import train
+from fope import POSITION_EMBEDDINGS, RoPE
+from model import GPT, GPTConfig, loss_and_gradient
+from recipe import RECIPES
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++"), reason="it needs the C++ compiler g++, and there is none here"
+)
+
+# --- fake CUDA, in a process of its own: torch would believe in the device for ever
+
+
+@pytest.fixture(scope="module")
+def on_fake_cuda(tmp_path_factory):
+    """Calls a function of this file, with arguments, where there is a CUDA device."""
+    library, torch_folder = tmp_path_factory.mktemp("cuda") / "fake.so", Path(torch.__file__).parent
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", Path(__file__).with_name("fake_cuda.cpp")]
+    command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
+    subprocess.run([*command, "-o", library], check=True)
+    with ProcessPoolExecutor(1, get_context("spawn"), start_fake_cuda, [library]) as process:
+        yield lambda call, *args: process.submit(call, *args).result()
+
+
+def start_fake_cuda(library):
+    ctypes.CDLL(str(library))
+    torch.cuda.is_bf16_supported = lambda **kwargs: True
+    F.scaled_dot_product_attention = fused_attention
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+
+
+class Asked(TorchDispatchMode):
+    """What it sees: bytes in use and their peak, and what moves between devices."""
+
+    def __init__(self, *modules):
+        super().__init__()
+        self.used = self.peak = 0
+        self.moved, self.seen = [], weakref.WeakSet()
+        for module in modules:
+            self.count([*module.parameters(), *module.buffers()])
+
+    def count(self, tensors):
+        for t in tensors:
+            if torch.is_tensor(t) and t.is_cuda and t.untyped_storage() not in self.seen:
+                storage, n = t.untyped_storage(), t.untyped_storage().nbytes()
+                self.seen.add(storage)
+                self.used += n
+                self.peak = max(self.peak, self.used)
+                weakref.finalize(storage, self.free, n)
+
+    def free(self, n):
+        self.used -= n
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "_to_copy" in str(func) and kwargs.get("device", args[0].device) != args[0].device:
+            self.moved += [tuple(args[0].shape)]
+        result = func(*args, **kwargs)
+        self.count(tree_leaves(result))
+        return result
+
+
+def fused_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
+    """As scaled_dot_product_attention on a card, which chooses by the device that is not there."""
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
+    # all that flash (or with a mask, or over a width of 256, the memory-efficient kernel) takes
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16, (q.dtype, k.dtype, v.dtype)
+    assert q.shape == k.shape == v.shape or attn_mask is not None, (q.shape, k.shape, v.shape)
+    assert q.size(-1) % 8 == 0, q.shape
+    if attn_mask is None and q.size(-1) <= 256:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(q, k, v, 0.0, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        assert attn_mask.dtype == q.dtype
+        attn_mask = attn_mask.expand(q.size(0), q.size(1), -1, -1)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+def cases(presets, quick):
+    """All pairs of a preset and an embedding; but for a few they run only with --all."""
+    return [
+        pytest.param(*pair, marks=[] if pair in quick else pytest.mark.slow)
+        for pair in product(presets, POSITION_EMBEDDINGS)
+    ]
+
+
+def nothing(*args, **kwargs):
+    pass
+
+
+def fake_model(preset, pos):
+    """(model, recipe): weights are not drawn, since 1.2B of them would take a minute."""
+    recipe = RECIPES[preset].changed(pos=pos)
+    with (
+        patch.object(nn.init, "trunc_normal_", nothing),
+        patch.object(nn.Linear, "reset_parameters", nothing),
+        patch.object(nn.Embedding, "reset_parameters", nothing),
+    ):
+        return GPT(recipe), recipe
+
+
+def step(preset, pos, n_sequences):
+    """Two training steps, each in two micro-batches; what moved in each of them, and the peak."""
+    model, recipe = fake_model(preset, pos)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to("cuda")
+        optimizer = train.make_optimizer(model, recipe)
+        moved = []
+        batch = torch.empty(2 * n_sequences, recipe.train_len + 1, dtype=torch.long, device="cuda")
+        with Asked(model) as asked:
+            for _ in range(2):
+                loss = train.accumulate_gradients(model, batch, 2)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                moved += [len(asked.moved)]
+    devices = {t.device.type for t in [loss, *model.parameters(), *model.buffers()]}
+    return devices, loss.dtype, moved, asked.peak
+
+
+def read(preset, pos, length):
+    """Evaluation of one text of `length` tokens and of an answer at its end, and two new tokens."""
+    model, _ = fake_model(preset, pos)
+    plans = []  # whether cuDNN may make one
+    note = lambda *_: plans.append(torch.backends.cuda.cudnn_sdp_enabled())  # noqa: E731
+    model.blocks[0].attn.register_forward_hook(note)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = model.to("cuda").eval()
+        idx = torch.empty(1, length + 1, dtype=torch.long, device="cuda")
+        with Asked(model) as asked, common.autocast(idx.device):
+            losses = model(idx[:, :-1], idx[:, 1:], reduction="none")
+            answer = model(idx[:, :-1], positions=slice(-6, None))
+            for options in (dict(temperature=0), dict(top_k=5)):
+                tokens = [*model.generate(idx, 2, **options)]
+    kept = torch.backends.cuda.cudnn_sdp_enabled()
+    outputs = [(t.device.type, tuple(t.shape)) for t in (losses, answer, *tokens)]
+    return outputs, losses.dtype, plans, kept, asked.peak
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("preset", "pos"), cases(RECIPES, quick=[("60M", "alibi"), ("60M", "fope")])
+)
+def test_a_step_on_cuda(on_fake_cuda, preset, pos):
+    """
+    Nothing is waited for, and after the first, which makes the tables, nothing moved. A
+    card of 24 GB is enough for the paper's micro-batches of 64 sequences at 20M and 60M.
+    """
+    n_sequences = 64 if preset in ("20M", "60M") else 2
+    devices, dtype, moved, peak = on_fake_cuda(step, preset, pos, n_sequences)
+    assert devices == {"cuda"} and dtype == torch.float32
+    assert moved[1] == moved[0] and bool(moved[0]) == issubclass(POSITION_EMBEDDINGS[pos], RoPE)
+    assert peak < 22e9 or n_sequences < 64
+
+
+@needs_compiler
+@pytest.mark.parametrize(("preset", "pos"), cases(["20M", "60M"], [("60M", "fope")]))
+def test_a_long_text_on_cuda(on_fake_cuda, preset, pos):
+    """8192 tokens, and generation, for which cuDNN makes no plan at every length."""
+    outputs, dtype, plans, kept, peak = on_fake_cuda(read, preset, pos, 8192)
+    text, answer = ("cuda", (1, 8192)), ("cuda", (1, 6, 50257))
+    assert outputs == [text, answer, ("cuda", (1, 1)), ("cuda", (1, 1))]
+    assert dtype == torch.float32
+    assert plans == [True, True, False, False, False, False] and kept
+    assert peak < 6e9
+
+
+@needs_compiler
+def test_the_modelled_memory_is_that_of_the_fake_step(on_fake_cuda):
+    *_, peak = on_fake_cuda(step, "60M", "rope", 64)
+    *_, modelled = roofline.summary(RECIPES["60M"].changed(pos="rope"), "H100", compiled=False)
+    assert modelled == pytest.approx(peak / 1e9, rel=0.1)
+
+
+def test_the_modelled_table_counts_what_the_model_has(capsys):
+    recipe = RECIPES["tiny"].changed(pos="rope")
+    model = GPT(recipe)
+    all_weights, counted = roofline.n_weights(recipe)
+    norms = (2 * recipe.n_layer + 1) * recipe.n_embd
+    assert counted == model.num_params() - norms
+    assert all_weights == counted + model.embed.weight.numel()
+    roofline.main(["--card", "A100", "--preset", "20M"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    ms = float(rows[1].split("|")[3])
+    parts = [float(row.split("|")[2]) for row in rows[8:]]
+    assert sum(parts) == pytest.approx(ms, abs=0.5)
+
+
+def test_the_next_batch_is_copied_while_a_gpu_computes():
+    """From pinned memory, or the copy would wait for what the GPU is doing."""
+    batches, device = Mock(), torch.device("cuda")
+    copied = train.fetch(batches, 7, device)
+    batches.batch.assert_called_once_with(7)
+    pinned = batches.batch().pin_memory()
+    pinned.to.assert_called_once_with(device, non_blocking=True)
+    assert copied is pinned.to()
+
+
+# --- torch.compile
+
+
+@pytest.mark.parametrize(("_", "pos"), cases(["tiny"], [("tiny", "fope"), ("tiny", "kerple")]))
+def test_graphs_of_a_compiled_run(_, pos):
+    """
+    Three in training: all blocks share one, validation has its own, and the loss. A longer text
+    makes at most one more, and what it leaves behind one for training and one for validation.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    config = GPTConfig(pos=pos, train_len=64, vocab_size=300, n_layer=3, n_head=2, n_embd=64)
+    model, graphs = GPT(config), []
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        model.compile_parts()
+        for n_steps, length in [(3, 64), (3, 64), (0, 32), (0, 128), (0, 256), (0, 512), (3, 64)]:
+            for _ in range(n_steps):
+                x = torch.randint(300, (4, 65))
+                model(x[:, :-1], x[:, 1:]).backward()
+            with torch.no_grad():
+                x = torch.randint(300, (2, length + 1))
+                model(x[:, :-1], x[:, 1:], reduction="none")
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[:2] == [3, 3]
+    assert all(n <= most for n, most in zip(graphs, [3, 3, 4, 5, 6, 7, 9], strict=True)), graphs
+    assert not counters["graph_break"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_keeps_no_logits_in_fp32(dtype):
+    """Only the gradient is as large as the logits, and it has their type."""
+    logits, targets = torch.randn(96, 640).to(dtype), torch.randint(640, (96,))
+    (loss, gradient), code = run_and_get_code(torch.compile(loss_and_gradient), logits, targets)
+    for compiled, plain in zip((loss, gradient), loss_and_gradient(logits, targets), strict=True):
+        torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
+    buffers = re.findall(r"= empty_strided_cpu\(\(96, 640\), .*torch\.(\w+)\)", "".join(code))
+    assert buffers == [str(dtype).removeprefix("torch.")]
