@@ -57,6 +57,8 @@ def main(argv=None):
     about = dict(kind="perplexity", label=args.label, **trained)
     about |= dict(data=str(data.folder), data_sha256=data.sha256())
     log = read_log(args.run)
+    halfway = log[len(log) // 2] if log else {}
+    about["speed"] = {k: halfway[k] for k in ("tokens_per_s", "mfu", "peak_gb") if k in halfway}
     about["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
     evaluation.write_result(out, model, about, measured)
 
