@@ -129,16 +129,24 @@ class RoPE(PositionEmbedding):
     """
     Rotary position embedding: pair m of the query (key) at position t turns by the angle t w_m.
 
-    scale and qk_factor are for a trained model that shall read further (YaRN, in baselines.py): a
-    function of the frequencies that gives those to use, and a factor on q and k.
+    freqs: the frequencies, if they are not those of theta: a list of head_dim/2 numbers. scale and
+    qk_factor are for a trained model that shall read further (YaRN, in baselines.py): a function of
+    the frequencies that gives those to use, and a factor on q and k.
     """
 
-    def __init__(self, *, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs):
+    def __init__(
+        self, *, freqs: list | None = None, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs
+    ):
         super().__init__(**kwargs)
         assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
+        if freqs is not None:
+            numbers = [w for w in freqs if type(w) in (int, float) and 0 < w < math.inf]
+            found = len(numbers) == len(freqs) == self.head_dim // 2
+            assert found, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs}"
+        freqs = rope_freqs(self.head_dim, self.theta) if freqs is None else torch.tensor(freqs)
         # not saved: the frequencies follow from the config
-        self.register_buffer("freqs", rope_freqs(self.head_dim, self.theta), persistent=False)
+        self.register_buffer("freqs", freqs.float(), persistent=False)
         self.forget_tables()
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
@@ -186,22 +194,21 @@ def above_floor(freqs, train_len):
     return freqs[freqs >= 2 * math.pi / train_len]
 
 
-def fourier_tables(freqs, cos_coef, sin_coef, n_pairs, sin_pad, T):
+def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     """
-    FS, the Fourier series (Eq. 11-13), in place of RoPE's cosines and sines: linear layers and
-    activations mix frequencies, so each pair that turns follows a sum over all of them.
+    FS, the Fourier series (Eq. 11-13): linear layers and activations mix frequencies, so each pair
+    that turns follows a sum over all of them.
 
         cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
 
-    freqs w (D,): those above the floor. Coefficients (n_head, D, K): the identity plus small random
-    numbers, never trained. Returns two (n_head, T, n_pairs): K pairs that turn, then those that
-    stand still, with cosine 1 and sine sin_pad. With the identity alone and sin_pad 0 it is RoPE
-    whose slow pairs stand still.
+    cos, sin (T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head, D,
+    K): the identity plus small random numbers, never trained. Returns two (n_head, T, n_pairs): K
+    pairs that turn, then those that stand still, with cosine 1 and sine sin_pad. With the identity
+    alone and sin_pad 0 it is RoPE whose slow pairs stand still.
     """
-    cos, sin = rotation_tables(freqs, T)  # (T, D)
-    # once for each length, in fp64: the same on every device, rounded by no setting
-    cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
-    sin = (sin.double() @ sin_coef.double()).float()
+    exact = torch.float32 if cos.device.type == "mps" else torch.float64  # the same everywhere
+    cos = (cos.to(exact) @ cos_coef.to(exact)).float()  # (n_head, T, K)
+    sin = (sin.to(exact) @ sin_coef.to(exact)).float()
     n_constant = n_pairs - cos.size(-1)
     cos = F.pad(cos, (0, n_constant), value=1.0)
     sin = F.pad(sin, (0, n_constant), value=sin_pad)
@@ -218,8 +225,9 @@ needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
 
 Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a constant for the others.
 
+    >>> cos, sin = rotation_tables(freqs, T=4)
     >>> one = torch.eye(2)[None]
-    >>> fourier_tables(freqs, one, one, n_pairs=4, sin_pad=0.0, T=4)[0][0]
+    >>> fourier_tables(cos, sin, one, one, n_pairs=4, sin_pad=0.0)[0][0]
     tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
             [ 0.5403,  0.9950,  1.0000,  1.0000],
             [-0.4161,  0.9801,  1.0000,  1.0000],
@@ -228,7 +236,7 @@ Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a consta
 And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
 
     >>> coef = torch.tensor([[[1.0, -0.1], [0.1, 1.0]]])
-    >>> fourier_tables(freqs, coef, coef, n_pairs=4, sin_pad=0.0, T=4)[0][0]
+    >>> fourier_tables(cos, sin, coef, coef, n_pairs=4, sin_pad=0.0)[0][0]
     tensor([[ 1.1000,  0.9000,  1.0000,  1.0000],
             [ 0.6398,  0.9410,  1.0000,  1.0000],
             [-0.3181,  1.0217,  1.0000,  1.0000],
@@ -331,8 +339,12 @@ class FoPE(RoPE):
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
-        freqs, *coef = self.scale(self.freqs.cpu()), self.cos_coef.cpu(), self.sin_coef.cpu()
-        return fourier_tables(freqs, *coef, self.head_dim // 2, self.sin_pad, T)
+        return self.series(*super().make_tables(T))
+
+    def series(self, cos, sin):
+        """fourier_tables of cosines and sines (.., T, D)."""
+        coef = self.cos_coef.to(cos.device), self.sin_coef.to(cos.device)
+        return fourier_tables(cos, sin, *coef, self.head_dim // 2, self.sin_pad)
 
     def rotate(self, q, k):
         cos, sin = (table[:, None] for table in self.tables(q.size(-2)))

@@ -6,19 +6,19 @@ NoPE, ALiBi, RoPE or FoPE in a Llama of the transformers library.
     model.save_pretrained(FOLDER)               # with coefficients and choice
     model = load(FOLDER)                        # or any Auto class, once hf.swap is imported
 
-The model's own rotation is replaced by one that does nothing, so that queries, keys and the cache
-arrive unturned in an attention function of ours, which turns them and calls the library's.
+In the place of the library's attention is one that turns queries and keys by an embedding of ours,
+at the positions that the model is given, before the keys enter the cache.
 """
 
 import copy
-from types import SimpleNamespace
 
 import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
 
 from checkpoint import inherit
 from common import Refused
@@ -26,53 +26,16 @@ from fope import ALiBi, FoPE, RoPE, apply_rotation
 from model import GPTConfig, make_pos
 from recipe import check_pos
 
+EMBEDDINGS = ("nope", "alibi", "rope", "fope")
+NOT_KNOWN = "its attention is not known here"
+ELSEWHERE = {  # what it would take to exchange the embedding of ...
+    "MistralForCausalLM": "without a sliding window its weights can be loaded as one",
+    "Qwen2ForCausalLM": "q, k and v have biases, the output has none; Attention would have to, too",
+    "Qwen3ForCausalLM": "q and k have norms before they turn; Attention would have to use them",
+}
+torch.backends.cuda.enable_cudnn_sdp(False)  # NaN gradients with a mask: pytorch issue 196678
+
 # --- attention
-
-
-def token_positions(mask, T, S):
-    """
-    Indices of the last T queries and of all S keys: slices where nothing is padded, without a mask.
-    With one, (B, 1, T, S) and true where query sees key, a token's position is the number of
-    tokens before it, so that padding counts for nothing: (B, T), (B, S).
-    """
-    if mask is None:  # a cache of fixed size has room behind the T keys of its first call
-        return slice(S - T, S) if T == 1 else slice(T), slice(S)
-    queries = mask[:, 0].sum(dim=-1) - 1
-    keys = queries if T == S else mask[:, 0, -1].cumsum(dim=-1) - 1
-    return queries.clamp(min=0), keys.clamp(min=0)
-
-
-def rows(table, index):
-    """Rows of a table (length, pairs) or (n_head, length, pairs), for x (B, heads, T, head_dim)."""
-    heads = table.view(-1, *table.shape[-2:])
-    return table[..., index, :] if type(index) is slice else heads[:, index].transpose(0, 1)
-
-
-def attention(layer, q, k, v, mask, **kwargs):
-    """
-    What AttentionInterface calls: q (B, n_head, T, head_dim), k and v (B, n_kv_head, S, head_dim)
-    with the S - T cached positions first. Returns (B, T, n_head, head_dim), None.
-    """
-    q, k, pos, S = layer.q_norm(q), layer.k_norm(k), layer.pos.embedding, k.size(-2)
-    queries, keys = token_positions(mask, q.size(-2), S)
-    if isinstance(pos, FoPE):  # its coefficients are per query head
-        k, v = (repeat_kv(x, layer.num_key_value_groups) for x in (k, v))
-        layer = SimpleNamespace(is_causal=True)  # for the library: nothing left to repeat
-    if isinstance(pos, RoPE):
-        cos, sin = pos.tables(1 << (S - 1).bit_length())  # a power of two: seldom new ones
-        q = apply_rotation(q, rows(cos, queries), rows(sin, queries))
-        k = apply_rotation(k, rows(cos, keys), rows(sin, keys))
-    if isinstance(pos, ALiBi):
-        j = torch.arange(S, device=k.device) if mask is None else keys[:, None]
-        q, k, v = pos.with_bias(q, k, v, j)
-        kwargs["scaling"] = 1.0
-    y, _ = sdpa_attention_forward(layer, q, k, v, mask, **kwargs)
-    return y[..., : pos.head_dim], None
-
-
-EMBEDDINGS, OURS = ("nope", "alibi", "rope", "fope"), "swapped"  # in the library's registries
-transformers.AttentionInterface.register(OURS, attention)
-transformers.AttentionMaskInterface.register(OURS, sdpa_mask)  # without it padding would be ignored
 
 
 class LayerPosition(nn.Module):
@@ -88,15 +51,79 @@ class LayerPosition(nn.Module):
     def _apply(self, fn, recurse=True):
         return super()._apply(lambda t: t.to(fn(t).device), recurse)
 
+    def forward(self, q, k, v, positions):
+        """
+        q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim) of tokens at positions
+        (B or 1, T), as they enter cache and attention. Cosines are made for these positions, and
+        nothing is kept: a table would need to know how far a text goes.
+        """
+        pos = self.embedding
+        if isinstance(pos, ALiBi):  # two more columns, and q has its scale
+            return pos.with_bias(q, k, v, positions[:, None])
+        if not isinstance(pos, RoPE):
+            return q, k, v
+        angles = positions[:, None, :, None].float() * pos.scale(pos.freqs)  # (B, 1, T, D)
+        cos, sin = angles.cos(), angles.sin()
+        if isinstance(pos, FoPE):
+            cos, sin = pos.series(cos, sin)  # (B, n_table, T, head_dim/2)
+            if (n := pos.n_table // k.size(1)) > 1:  # one a query head, as it was at first
+                k, v = repeat_kv(k, n), repeat_kv(v, n)
+        cos, sin = (table[:, :, None] * pos.qk_factor for table in (cos, sin))
+        q, k = (x.unflatten(1, (cos.size(1), -1)) for x in (q, k))  # heads that share a table
+        q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
+        return q.flatten(1, 2), k.flatten(1, 2), v
 
-class NoRotation(nn.Module):
-    """In the place of the library's rotary embedding: cos 1, sin 0."""
+
+class Attention(llama.LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **how):
+        """The library's arguments, but that position_embeddings are positions, (B or 1, T)."""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        heads = (proj(hidden_states).unflatten(-1, (-1, self.head_dim)) for proj in projections)
+        q, k, v = (x.transpose(1, 2) for x in heads)
+        q, k, v = self.pos(self.q_norm(q), self.k_norm(k), v, position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        which = self.config._attn_implementation, llama.eager_attention_forward
+        attend = transformers.AttentionInterface().get_interface(*which)
+        how["scaling"] = 1.0 if isinstance(self.pos.embedding, ALiBi) else self.scaling
+        how["dropout"] = self.attention_dropout if self.training else 0.0
+        y, weights = attend(self, q, k, v, attention_mask, **how)  # (B, T, n_head, ..)
+        return self.o_proj(y[..., : self.head_dim].flatten(2)), weights
+
+
+class Positions(nn.Module):
+    """In the place of the library's rotary embedding: hands the positions on to the layers."""
 
     def forward(self, x, position_ids):
-        return x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
+        return position_ids
+
+
+def count_positions(model, args, kwargs):
+    """
+    A hook before LlamaModel.forward. The library counts the padding before a text as positions,
+    which moves nothing where logits know only distances. FoPE's know more: there a token's position
+    is the number of tokens before it, where no position_ids are given.
+    """
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
+    given = dict.fromkeys(names) | dict(zip(names, args, strict=False)) | kwargs
+    mask, past = given["attention_mask"], given["past_key_values"]
+    fope = isinstance(model.layers[0].self_attn.pos.embedding, FoPE)
+    if fope and mask is not None and given["position_ids"] is None:
+        if not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            raise Refused("FoPE needs position_ids beside a mask that is not (batch, tokens)")
+        idx = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
+        new = torch.arange(idx.size(1), device=mask.device)
+        new = new if past is None else new + past.get_seq_length()
+        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, new]
+    return (), given
 
 
 # --- models
+
+# Saved as the type of RoPE, so that a program that does not know us stops at an unknown type,
+# where it would read the model with plain RoPE. The type that was learned is "learned_type".
+SWAPPED = "read_by_hf_swap"
+ROPE_INIT_FUNCTIONS[SWAPPED] = lambda config, device=None, **kwargs: (torch.ones(1), 1.0)
 
 
 class SwappedConfig(LlamaConfig):
@@ -105,6 +132,9 @@ class SwappedConfig(LlamaConfig):
     model_type = "swapped_llama"
     swap: dict | None = None  # GPTConfig's pos, pos_args, rope_scaling, train_len, qk_norm
 
+    def _validate_read_by_hf_swap_rope_parameters(self, *args, **kwargs):
+        """The library wants a function of this name for SWAPPED."""
+
 
 class SwappedLlama(LlamaForCausalLM):
     config_class = SwappedConfig
@@ -112,12 +142,9 @@ class SwappedLlama(LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        install(self)
-
-    def set_attn_implementation(self, name):
-        if name != OURS:
-            raise Refused(f"with attention {name!r} a swapped model would have no positions")
-        super().set_attn_implementation(name)
+        if not config.swap:
+            raise Refused("this is no swapped model: swap_position_embedding makes one")
+        install(self, new_positions(self, config.swap))
 
 
 transformers.AutoConfig.register(SwappedConfig.model_type, SwappedConfig)
@@ -125,27 +152,48 @@ transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
 load = SwappedLlama.from_pretrained
 
 
+def learned_type(config):
+    """The library's name of the RoPE that a model was trained with: "default", "llama3", ..."""
+    return config.rope_parameters.get("learned_type", config.rope_parameters["rope_type"])
+
+
 def our_config(config, swap):
     """The GPTConfig of the embedding that `swap` names, in heads of the Llama's shape."""
     shape = dict(n_head=config.num_attention_heads, head_dim=config.head_dim)
+    if (kind := learned_type(config)) != "default" and swap["pos"] in ("rope", "fope"):
+        # scaled frequencies are what the model has learned: they stay, and FoPE's floor cuts them
+        plain = copy.deepcopy(config)
+        plain.rope_parameters = config.rope_parameters | {"rope_type": kind}
+        freqs, _ = ROPE_INIT_FUNCTIONS[kind](plain, "cpu")
+        swap = swap | {"pos_args": swap["pos_args"] | {"freqs": freqs.tolist()}}
     return GPTConfig(theta=config.rope_parameters["rope_theta"], **shape, **swap)
 
 
-def install(model):
-    """Put what model.config.swap says into the layers."""
-    if not model.config.swap:
-        raise Refused("this is no swapped model: swap_position_embedding makes one")
-    ours = our_config(model.config, model.config.swap)
-    for layer in (block.self_attn for block in model.model.layers):
-        new, weight = LayerPosition(ours), layer.q_proj.weight
-        if hasattr(layer, "pos"):
-            inherit(new.embedding, layer.pos.embedding.cpu())
-        layer.pos = new if weight.is_meta else new.to(weight.device)
+def new_positions(model, swap):
+    """A LayerPosition for each layer, with what the old one has drawn. Refused where it cannot."""
+    config, new = our_config(model.config, swap), []
+    for block in model.model.layers:
+        new.append(LayerPosition(config))
+        if hasattr(block.self_attn, "pos"):
+            inherit(new[-1].embedding, copy.deepcopy(block.self_attn.pos.embedding).cpu())
+    return new
+
+
+def install(model, positions):
+    """Put a LayerPosition and our attention into each layer."""
+    rope = {"rope_type": SWAPPED, "learned_type": learned_type(model.config)}
+    model.config.rope_parameters = model.config.rope_parameters | rope
+    for block, pos in zip(model.model.layers, positions, strict=True):
+        layer, config, weight = block.self_attn, model.config, block.self_attn.q_proj.weight
+        layer.__class__, layer.pos = Attention, pos if weight.is_meta else pos.to(weight.device)
+        n_key = max(config.num_key_value_heads, getattr(pos.embedding, "n_table", 1))
+        layer.num_key_value_groups = config.num_attention_heads // n_key
         for name in () if hasattr(layer, "q_norm") else ("q_norm", "k_norm"):
-            norm = nn.LayerNorm(ours.head_dim, eps=1e-6, bias=False)
-            layer.register_module(name, norm if ours.qk_norm else nn.Identity())
-    model.model.rotary_emb = NoRotation()
-    model.set_attn_implementation(OURS)
+            norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
+            layer.register_module(name, norm if config.swap["qk_norm"] else nn.Identity())
+    if not isinstance(model.model.rotary_emb, Positions):
+        model.model.rotary_emb = Positions()
+        model.model.register_forward_pre_hook(count_positions, with_kwargs=True)
 
 
 def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0, **pos_args):
@@ -154,31 +202,37 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     pos: "nope", "alibi", "rope" or "fope"; pos_args are its further keywords, such as sigma=0.3.
     train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
     rope_scaling: keywords of baselines.rope_scaling, for YaRN or interpolation. seed: of FoPE's
-    noise. Every frequency above the floor stays on the pair that has learned it (cap=False).
-    Refused for another architecture, scaled RoPE, and what the embedding does not take.
+    noise. Every frequency above the floor stays on the pair that has learned it (cap=False), and
+    the queries of a key head share its table (n_table). Refused for another architecture, for
+    RoPE that depends on the text's length, and for what the embedding does not take.
     """
     if type(model) not in (LlamaForCausalLM, SwappedLlama):
-        raise Refused(f"{type(model).__name__} is no LlamaForCausalLM: nothing can be exchanged")
-    if (kind := model.config.rope_parameters["rope_type"]) != "default":
-        raise Refused(f"the model's RoPE is scaled ({kind}): only plain RoPE can be exchanged")
+        name = type(model).__name__
+        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, NOT_KNOWN)}")
+    config = model.config
+    if (kind := learned_type(config)) not in ("default", "linear", "llama3"):
+        raise Refused(f"the model's RoPE is scaled in a way that is not known here: {kind}")
+    if kind != "default" and rope_scaling:
+        raise Refused(f"the model's RoPE is scaled ({kind}): rope_scaling would be the second")
     if pos not in EMBEDDINGS:
         raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
     if type(train_len) is not int or train_len < 1:
         raise Refused(f"train_len must be a number of tokens, not {train_len!r}")
-    old = getattr(model.config, "swap", None) or {"pos": "", "qk_norm": False}
+    old = getattr(config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args, rope_scaling = old["pos_args"] | pos_args, rope_scaling or old["rope_scaling"]
     elif pos == "fope":
-        pos_args = {"cap": False} | pos_args
+        pos_args = {"cap": False, "n_table": config.num_key_value_heads} | pos_args
     swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
-    check_pos(our_config(model.config, swap))  # before anything has changed
-    if old["pos"]:
-        old = copy.deepcopy(model.model.layers[0].self_attn.pos.embedding).cpu()
-        inherit(make_pos(our_config(model.config, swap)), old)
-    longest = max(model.config.max_position_embeddings, train_len)  # for other tools
-    model.config.__class__, model.__class__ = SwappedConfig, SwappedLlama
-    model.config.update(dict(swap=swap, max_position_embeddings=longest))
+    check_pos(our_config(config, swap))  # before anything has changed
+    n_kv, n_table = config.num_key_value_heads, pos_args.get("n_table", 1)
+    if n_table and n_kv % n_table and n_table % n_kv:
+        raise Refused(f"n_table {n_table} and {n_kv} key heads: one must divide the other")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        install(model)
+        positions = new_positions(model, swap)
+    longest = max(config.max_position_embeddings, train_len)  # for other tools
+    config.__class__, model.__class__ = SwappedConfig, SwappedLlama
+    config.update(dict(swap=swap, max_position_embeddings=longest))
+    install(model, positions)
     return model
