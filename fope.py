@@ -142,8 +142,8 @@ class RoPE(PositionEmbedding):
         self.scale, self.qk_factor = scale, qk_factor
         if freqs is not None:
             numbers = [w for w in freqs if type(w) in (int, float) and 0 < w < math.inf]
-            found = len(numbers) == len(freqs) == self.head_dim // 2
-            assert found, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs}"
+            fits = len(numbers) == len(freqs) == self.head_dim // 2
+            assert fits, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs}"
         freqs = rope_freqs(self.head_dim, self.theta) if freqs is None else torch.tensor(freqs)
         # not saved: the frequencies follow from the config
         self.register_buffer("freqs", freqs.float(), persistent=False)
@@ -206,9 +206,9 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     pairs that turn, then those that stand still, with cosine 1 and sine sin_pad. With the identity
     alone and sin_pad 0 it is RoPE whose slow pairs stand still.
     """
-    exact = torch.float32 if cos.device.type == "mps" else torch.float64  # the same everywhere
-    cos = (cos.to(exact) @ cos_coef.to(exact)).float()  # (n_head, T, K)
-    sin = (sin.to(exact) @ sin_coef.to(exact)).float()
+    # in fp64: the same on every device, rounded by no setting
+    cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
+    sin = (sin.double() @ sin_coef.double()).float()
     n_constant = n_pairs - cos.size(-1)
     cos = F.pad(cos, (0, n_constant), value=1.0)
     sin = F.pad(sin, (0, n_constant), value=sin_pad)

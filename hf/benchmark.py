@@ -47,7 +47,9 @@ class MiddleCut(HFLM):
         for request in requests:
             text, settings = request.args
             ids = self.tok_encode(text)
-            room = self.max_length - settings.get("max_gen_toks", self.max_gen_toks)
+            room = self.max_length - (n := settings.get("max_gen_toks", self.max_gen_toks))
+            if room < 2:
+                raise Refused(f"--max_length {self.max_length} has no room before {n} new tokens")
             if len(ids) > room:
                 halves = ids[: room // 2], ids[len(ids) - room // 2 :]
                 request.arguments = ("".join(map(self.tok_decode, halves)), settings)

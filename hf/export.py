@@ -76,6 +76,9 @@ def llama_weights(model):
 def to_llama(model, tokenizer):
     """The Llama with the weights of a GPT, in eval mode. Refused for another bias or score."""
     config = model.config
+    if config.n_embd % config.n_head:
+        sizes = f"the {config.n_embd} of --n_embd must be a multiple of the {config.n_head} heads"
+        raise Refused(f"the library's Llama is not of this shape: {sizes}")
     fields = llama_config(config, tokenizer)
     if config.pos == "rope" and not config.qk_norm and not config.rope_scaling:
         llama = LlamaForCausalLM(LlamaConfig(**fields))

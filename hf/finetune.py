@@ -10,7 +10,8 @@ into sequences of --context tokens. The same --seed gives RoPE and FoPE the same
 order. Run again, it continues from its last checkpoint.
 """
 
-from functools import partial
+import json
+from typing import get_args, get_type_hints
 
 import torch
 from datasets import load_dataset
@@ -21,12 +22,18 @@ import common
 from common import Refused
 from hf.models import AsGPT, first_line, load_model
 from hf.swap import EMBEDDINGS, swap_position_embedding
+from recipe import is_a, name_of
 
 # for models that have no template of their own; SmolLM's is the same
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+FLAGS = dict(output_dir="--out", max_length="--context", learning_rate="--lr", seed="--seed")
+FLAGS |= dict(per_device_train_batch_size="--batch_size", num_train_epochs="--epochs")
+FLAGS |= dict(gradient_accumulation_steps="--grad_accum")
 
 
 def parse_args(argv):
@@ -50,15 +57,49 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
+def check_lines(path):
+    """Refuse a .jsonl without lines, and one that has a line without a text or a chat."""
+    n = 0
+    with common.file_errors(), open(path, encoding="utf-8", errors="replace") as f:
+        for n, line in enumerate(f, 1):
+            try:
+                row = json.loads(line)
+                texts = [row["text"]] if "text" in row else []
+                for turn in row.get("messages", []):
+                    texts += turn["role"], turn["content"]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                texts = []
+            if not texts or not all(isinstance(text, str) for text in texts):
+                fields = '"text": "..." and no "messages": [{"role": "...", "content": "..."}]'
+                raise Refused(f"{path} has in line {n} no {fields}")
+    if n == 0:
+        raise Refused(f"{path} is empty")
+
+
 def read_data(name, config, split):
     """A data set with a "messages" or "text" field. Refused if there is none."""
     which = dict(path=name, name=config, split=split)
     if name.endswith((".jsonl", ".json")):
+        check_lines(name)
         which = dict(path="json", data_files=name, split="train")
     data = first_line(f"no data {name}", lambda: load_dataset(**which))
     if not {"messages", "text"} & set(data.column_names):
         raise Refused(f'{name} has no "messages" and no "text", only {data.column_names}')
     return data
+
+
+def trainer_fields(words):
+    """--trainer's fields of SFTConfig. Refused where a flag says it or a number is none."""
+    given, types = common.parse_keywords("--trainer", words), get_type_hints(SFTConfig)
+    for name, value in given.items():
+        if name in FLAGS:
+            raise Refused(f"--trainer {name}: {FLAGS[name]} says that")
+        if name not in types:
+            raise Refused(f"--trainer {name}: SFTConfig has no such field")
+        kinds = get_args(types[name]) or (types[name],)
+        if {*kinds} <= {bool, int, float, type(None)} and not is_a(value, types[name]):
+            raise Refused(f"--trainer {name} must be {name_of(types[name])}, not {value!r}")
+    return given
 
 
 @torch.no_grad()
@@ -94,10 +135,9 @@ def main(argv=None):
         use_cpu=not torch.accelerator.is_available(),  # else torchrun would share nothing there
         seed=args.seed,
         save_total_limit=1,
-        ddp_broadcast_buffers=False,  # FoPE's tables are buffers, and the same everywhere
         report_to="none",
     )
-    recipe |= common.parse_keywords("--trainer", args.trainer)
+    recipe |= trainer_fields(args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
     data = read_data(args.data, args.config, args.split)
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
@@ -106,9 +146,10 @@ def main(argv=None):
         raise Refused(f"{args.data} has fewer tokens than the {args.context:,} of --context")
     if args.pos:
         before = mean_loss(model, some)
-        chosen = dict(rope_scaling=scaling, seed=args.seed) | pos_args
-        swap = partial(swap_position_embedding, model, args.pos, **chosen)
-        first_line(f"--pos {args.pos}", lambda: swap(args.context))
+        chosen = dict(rope_scaling=scaling, seed=args.seed)
+        if taken := {"train_len", "pos", "model", *chosen} & pos_args.keys():
+            raise Refused(f"--pos_args {taken.pop()}: that is no keyword of {args.pos}")
+        swap_position_embedding(model, args.pos, args.context, **chosen, **pos_args)
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
         if trainer.is_world_process_zero():
             print(f"{before:.4f} nats per token with its own embedding, {after}")

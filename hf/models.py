@@ -13,6 +13,7 @@ from checkpoint import load_run
 from common import Refused
 from data import load_tokenizer
 from hf.export import to_fast_tokenizer, to_llama
+from hf.swap import check_llama
 from model import linear_cross_entropy
 from recipe import Recipe
 
@@ -26,13 +27,17 @@ def first_line(what, call):
 
 
 def load_model(name, device="cpu"):
-    """(model, tokenizer, the tokenizer's name) of a run, a folder or a name on the hub."""
+    """(Llama, tokenizer, the tokenizer's name) of a run, a folder or a name on the hub."""
+    on_hub = name.count("/") == 1 and not Path(name).parent.is_dir()  # USER/MODEL
+    if not on_hub and not Path(name).is_dir():
+        raise Refused(f"there is no folder {name}")
     if (Path(name) / "checkpoint.pt").exists():
         model, _, _ = load_run(name)
         encoding = load_tokenizer(model.config.tokenizer, name)
         return to_llama(model, encoding).to(device), to_fast_tokenizer(encoding), encoding.name
     read, read_tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
     model = first_line(f"no model {name}", lambda: read(name, dtype=torch.float32))
+    check_llama(model)
     tokenizer = first_line(f"no tokenizer {name}", lambda: read_tokenizer(name))
     return model.to(device).eval(), tokenizer, name
 

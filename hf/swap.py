@@ -63,12 +63,14 @@ class LayerPosition(nn.Module):
         if not isinstance(pos, RoPE):
             return q, k, v
         angles = positions[:, None, :, None].float() * pos.scale(pos.freqs)  # (B, 1, T, D)
+        if angles.device.type == "mps":  # which has no fp64
+            angles = angles.cpu()
         cos, sin = angles.cos(), angles.sin()
         if isinstance(pos, FoPE):
             cos, sin = pos.series(cos, sin)  # (B, n_table, T, head_dim/2)
             if (n := pos.n_table // k.size(1)) > 1:  # one a query head, as it was at first
                 k, v = repeat_kv(k, n), repeat_kv(v, n)
-        cos, sin = (table[:, :, None] * pos.qk_factor for table in (cos, sin))
+        cos, sin = (table[:, :, None].to(q.device) * pos.qk_factor for table in (cos, sin))
         q, k = (x.unflatten(1, (cos.size(1), -1)) for x in (q, k))  # heads that share a table
         q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
         return q.flatten(1, 2), k.flatten(1, 2), v
@@ -152,6 +154,11 @@ transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
 load = SwappedLlama.from_pretrained
 
 
+def check_llama(model):
+    if (name := type(model).__name__) not in ("LlamaForCausalLM", "SwappedLlama"):
+        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, NOT_KNOWN)}")
+
+
 def learned_type(config):
     """The library's name of the RoPE that a model was trained with: "default", "llama3", ..."""
     return config.rope_parameters.get("learned_type", config.rope_parameters["rope_type"])
@@ -164,7 +171,8 @@ def our_config(config, swap):
         # scaled frequencies are what the model has learned: they stay, and FoPE's floor cuts them
         plain = copy.deepcopy(config)
         plain.rope_parameters = config.rope_parameters | {"rope_type": kind}
-        freqs, _ = ROPE_INIT_FUNCTIONS[kind](plain, "cpu")
+        with torch.device("cpu"):
+            freqs, _ = ROPE_INIT_FUNCTIONS[kind](plain)
         swap = swap | {"pos_args": swap["pos_args"] | {"freqs": freqs.tolist()}}
     return GPTConfig(theta=config.rope_parameters["rope_theta"], **shape, **swap)
 
@@ -206,9 +214,7 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     the queries of a key head share its table (n_table). Refused for another architecture, for
     RoPE that depends on the text's length, and for what the embedding does not take.
     """
-    if type(model) not in (LlamaForCausalLM, SwappedLlama):
-        name = type(model).__name__
-        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, NOT_KNOWN)}")
+    check_llama(model)
     config = model.config
     if (kind := learned_type(config)) not in ("default", "linear", "llama3"):
         raise Refused(f"the model's RoPE is scaled in a way that is not known here: {kind}")

@@ -356,6 +356,12 @@ def test_yarn_on_fope_lowers_the_frequencies_and_keeps_the_series():
         assert torch.equal(table, expected) and not torch.equal(table, plain)
 
 
+def test_frequencies_of_ones_own_are_cut_by_the_floor():
+    freqs = [1.0, 0.9, 0.8, 0.7, 0.2, 0.1, 0.05, 0.01]
+    torch.testing.assert_close(make_embedding("rope", freqs=freqs).freqs, torch.tensor(freqs))
+    assert make_embedding(freqs=freqs, cap=False).freqs.tolist() == pytest.approx(freqs[:5])
+
+
 # --- tables that are kept
 
 
@@ -460,6 +466,8 @@ def test_the_worked_example_is_what_comes_out():
         ({"floor": -1}, "true, false or"),
         ({"n_table": 3}, "n_table must divide the 2 heads, which 3 does not"),
         ({"n_table": 0}, "which 0 does not"),
+        ({"freqs": [1.0, 0.5]}, "freqs must be 8 numbers over 0"),
+        ({"freqs": [1.0] * 7 + ["a"]}, "freqs must be 8 numbers over 0"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, need_gpt2, refuses, run_training, write_text
+from test_robust import torchrun
 
 from checkpoint import load_checkpoint, load_run, with_pos
 from common import Refused
@@ -46,12 +47,16 @@ def tokens(*shape):
     return torch.randint(1, 90, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=["nope", "alibi", "rope", "fope", "rope yarn", "fope yarn", "fope 9 heads"])
+SWAPS = ["nope", "alibi", "rope", "fope", "rope yarn", "fope yarn", "fope 9 heads", "fope old"]
+
+
+@pytest.fixture(params=SWAPS)
 def swapped(request):
-    """A swapped Llama; SmolLM-135M has 9 heads, 3 of them for keys."""
+    """A swapped Llama; SmolLM-135M has 9 heads, 3 of them for keys. Old: a table a query head."""
     pos, _, how = request.param.partition(" ")
     llama = random_llama(9, 3) if how == "9 heads" else random_llama()
-    return swap_position_embedding(llama, pos, 40, rope_scaling=YARN if how == "yarn" else None)
+    kwargs = {"yarn": dict(rope_scaling=YARN), "old": dict(n_table=None)}.get(how, {})
+    return swap_position_embedding(llama, pos, 40, **kwargs)
 
 
 @torch.no_grad()
@@ -165,15 +170,37 @@ def test_the_same_seed_swaps_in_the_same_noise():
     assert torch.equal(longer.model.layers[0].self_attn.pos.embedding.cos_coef, coefs[0])
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
 def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
-    llama3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=90)
+    sizes |= dict(hidden_size=32, intermediate_size=32, bos_token_id=0, eos_token_id=0)
     gpt2 = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=90)
+    make = transformers.AutoModelForCausalLM.from_config
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     for model, pos, kwargs, words in (
-        (transformers.GPT2LMHeadModel(gpt2), "fope", {}, "GPT2LMHeadModel"),
-        (random_llama(rope_parameters=llama3), "fope", {}, "llama3"),
+        (make(gpt2), "fope", {}, "GPT2LMHeadModel is no Llama"),
+        (transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)), "fope", {}, "biases"),
+        (transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)), "fope", {}, "norms"),
+        (
+            transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)),
+            "rope",
+            {},
+            "window",
+        ),
+        (random_llama(rope_parameters=linear | {"rope_type": "dynamic"}), "fope", {}, "dynamic"),
+        (
+            random_llama(rope_parameters=linear),
+            "rope",
+            {"rope_scaling": YARN},
+            "would be the second",
+        ),
         (random_llama(), "kerple", {}, "kerple"),
         (random_llama(), "fope", {"sigma": -1}, "sigma"),
+        (random_llama(), "fope", {"n_table": 3}, "n_table"),
+        (random_llama(12, 6), "fope", {"n_table": 4}, "n_table 4 and 6 key heads"),
         (random_llama(), "rope", {"sigma": 1}, "sigma"),
         (random_llama(), "alibi", {"rope_scaling": YARN}, "alibi"),
     ):
@@ -183,19 +210,193 @@ def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
         logits(model, tokens(1, 30))
 
 
-def test_a_swapped_model_is_not_left_without_positions(tmp_path):
+def test_a_swap_can_be_repeated(swapped):
+    """What was drawn and given stays; another embedding comes, and the first one again."""
+    ids, swap = tokens(1, 60), swapped.config.swap
+    before = logits(swapped, ids)
+    assert torch.equal(logits(swap_position_embedding(swapped, swap["pos"], 40), ids), before)
+    for pos in (*EMBEDDINGS, swap["pos"]):
+        again = logits(swap_position_embedding(swapped, pos, 40), ids)
+    if swap["pos"] != "fope" and not swap["rope_scaling"]:  # which are drawn and given anew
+        assert torch.equal(again, before)
+
+
+def test_a_trained_rope_model_can_read_further_with_yarn(tmp_path):
+    """Figure 4's comparison: RoPE put in RoPE's place, saved, and once more with YaRN."""
+    swap_position_embedding(random_llama(), "rope", 40).save_pretrained(tmp_path)
+    again = swap_position_embedding(hf.swap.load(tmp_path).eval(), "rope", 40, rope_scaling=YARN)
+    once = swap_position_embedding(random_llama(), "rope", 40, rope_scaling=YARN)
+    assert torch.equal(logits(again, tokens(1, 90)), logits(once, tokens(1, 90)))
+
+
+def test_a_refused_swap_changes_nothing(tmp_path):
     model = swap_position_embedding(random_llama(), "fope", 40, rope_scaling=YARN)
-    with pytest.raises(Refused, match="sdpa"):
-        model.set_attn_implementation("sdpa")
     before, ids = logits(model, tokens(1, 60)), tokens(1, 60)
     with pytest.raises(Refused, match="sigma"):
         swap_position_embedding(model, "fope", 40, sigma=0.5)
     assert torch.equal(logits(model, ids), before)
-    again = swap_position_embedding(model, "fope", 40)  # what was given to it stays
-    assert torch.equal(logits(again, ids), before)
     random_llama().save_pretrained(tmp_path)
     with pytest.raises(Refused, match="no swapped model"):
         hf.swap.load(tmp_path)
+
+
+def test_a_program_that_does_not_know_a_swapped_model_stops(tmp_path):
+    """It must not read the weights with plain RoPE."""
+    swap_position_embedding(random_llama(), "fope", 40).save_pretrained(tmp_path)
+    code = "import sys, transformers; transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])"
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.strip().endswith("KeyError: 'read_by_hf_swap'")
+
+
+def test_any_attention_of_the_library_has_positions(swapped, tmp_path):
+    ids = tokens(2, 60)
+    before = logits(swapped, ids)
+    swapped.save_pretrained(tmp_path)
+    eager = hf.swap.load(tmp_path, attn_implementation="eager").eval()
+    assert eager.config._attn_implementation == "eager"
+    swapped.set_attn_implementation("flex_attention")
+    for model in (eager, swapped):
+        torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
+    shown = eager(ids, output_attentions=True, output_hidden_states=True)
+    assert len(shown.attentions) == 2 and len(shown.hidden_states) == 3
+
+
+# --- positions
+
+
+def causal(T):
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def four_dimensional_masks(T):
+    """Prefix, sliding window, two packed texts and random: (T, T), true where a query may look."""
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    random_holes = torch.rand(T, T, generator=torch.Generator().manual_seed(0)) < 0.7
+    return {
+        "prefix": causal(T) | (j < 12),
+        "window": causal(T) & (i - j < 9),
+        "packed": causal(T) & ((i < 20) == (j < 20)),
+        "holes": causal(T) & (random_holes | (i == j)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["prefix", "window", "packed", "holes"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_do_to_rope_what_they_do_in_the_library(kind, dtype):
+    llama, ids = random_llama(), tokens(2, 50)
+    mask = four_dimensional_masks(50)[kind].expand(2, 1, 50, 50)
+    if dtype == torch.float32:
+        mask = torch.zeros(2, 1, 50, 50).masked_fill(~mask, torch.finfo(dtype).min)
+    positions = torch.arange(50) % 20 + 3
+    for more in ({}, {"position_ids": positions[None]}):
+        before = logits(llama, ids, attention_mask=mask, **more)
+        ours = swap_position_embedding(copy.deepcopy(llama), "rope", 40)
+        assert torch.equal(logits(ours, ids, attention_mask=mask, **more), before)
+
+
+def test_a_float_mask_is_the_boolean_one(swapped):
+    ids, positions = tokens(2, 50), torch.arange(50)[None]
+    for mask in four_dimensional_masks(50).values():
+        mask = mask.expand(2, 1, 50, 50)
+        added = torch.zeros(2, 1, 50, 50).masked_fill(~mask, -1e30)
+        a, b = (
+            logits(swapped, ids, attention_mask=m, position_ids=positions) for m in (mask, added)
+        )
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_texts_are_as_if_alone(swapped):
+    ids = tokens(1, 50)
+    positions = torch.cat((torch.arange(20), torch.arange(30)))[None]
+    alone = torch.cat([logits(swapped, part) for part in ids.split([20, 30], dim=1)], dim=1)
+    by_mask = four_dimensional_masks(50)["packed"][None, None]
+    for how in (dict(use_cache=False), dict(attention_mask=by_mask)):  # the library's two ways
+        packed = logits(swapped, ids, position_ids=positions, **how)
+        torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_positions_given_by_hand_are_those_that_are_used():
+    """Position t of a longer text: FoPE's logits know where, and the cache knows it later."""
+    model = swap_position_embedding(random_llama(), "fope", 40)
+    ids, later = tokens(1, 30), torch.arange(100, 130)[None]
+    moved = logits(model, ids, position_ids=later)
+    assert (moved - logits(model, ids)).abs().max() > 0.01
+    with torch.no_grad():
+        first = model(ids[:, :20], position_ids=later[:, :20], use_cache=True)
+    more = dict(position_ids=later[:, 20:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(
+        logits(model, ids[:, 20:], **more), moved[:, 20:], atol=1e-4, rtol=1e-4
+    )
+
+
+def test_fope_is_not_given_positions_that_a_mask_does_not_say():
+    model, ids = swap_position_embedding(random_llama(), "fope", 40), tokens(1, 20)
+    with pytest.raises(Refused, match="FoPE needs position_ids"):
+        logits(model, ids, attention_mask=causal(20)[None, None])
+    with pytest.raises(Refused, match="FoPE needs position_ids"):
+        model.model(ids, causal(20)[None, None])
+
+
+def test_grouped_keys_are_turned_once_and_as_the_formula_says():
+    """Key heads, not query heads, enter the cache, turned; a group's queries share their table."""
+    model, ids = swap_position_embedding(random_llama(), "fope", 4096, sigma=3.0), tokens(1, 40)
+    layer, turned = model.model.layers[0].self_attn, {}
+    pos = layer.pos.embedding
+    layer.pos.register_forward_hook(lambda _, args, out: turned.update(args=args, out=out))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    assert pos.cos_coef.shape == (2, 6, 6)
+    assert torch.equal(cache.layers[0].keys, turned["out"][1])
+    angles = torch.arange(40)[:, None].double() * pos.freqs.double()
+    for x, y, heads in zip(turned["args"], turned["out"], (4, 2), strict=False):
+        for h in range(heads):
+            table = h * 2 // heads
+            cos = angles.cos() @ pos.cos_coef[table].double()
+            sin = angles.sin() @ pos.sin_coef[table].double()
+            cos, sin = (torch.nn.functional.pad(t, (0, 2), value=1.0) for t in (cos, sin))
+            pairs = torch.complex(x[0, h, :, :8].double(), x[0, h, :, 8:].double())
+            expected = pairs * torch.complex(cos, sin)
+            found = torch.complex(y[0, h, :, :8].double(), y[0, h, :, 8:].double())
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_scaled_frequencies_stay_on_the_pairs_that_have_learned_them(tmp_path):
+    llama, ids = random_llama(rope_parameters=LLAMA3), tokens(2, 100)
+    freqs, before = llama.model.rotary_emb.inv_freq, logits(llama, ids)
+    rope = swap_position_embedding(copy.deepcopy(llama), "rope", 40)
+    assert torch.equal(logits(rope, ids), before)
+    fope = swap_position_embedding(llama, "fope", 200)
+    kept = freqs[freqs >= 2 * torch.pi / 200]
+    plain = 500000.0 ** -(torch.arange(8) / 8)
+    assert len(kept) == 2 and (plain >= 2 * torch.pi / 200).sum() == 3  # the floor cuts the scaled
+    assert torch.equal(fope.model.layers[1].self_attn.pos.embedding.freqs, kept)
+    for model in (rope, fope):
+        model.save_pretrained(tmp_path)
+        assert torch.equal(logits(hf.swap.load(tmp_path).eval(), ids), logits(model, ids))
+    swap_position_embedding(fope, "rope", 40)
+    assert torch.equal(logits(fope, ids), before)
+
+
+@pytest.mark.parametrize("pos", [None, *EMBEDDINGS])
+def test_compiled_it_is_one_graph_as_a_llama_is(pos):
+    model, ids = random_llama(), tokens(2, 48)
+    if pos:
+        swap_position_embedding(model, pos, 40)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for T in (48, 30, 47):
+        found = logits(compiled, ids[:, :T])
+        torch.testing.assert_close(found, logits(model, ids[:, :T]), atol=1e-5, rtol=1e-4)
+    assert counter.frame_count == 2  # a second one for any length
+
+
+def test_processes_with_texts_of_unequal_lengths(tmp_path):
+    """DDP copies buffers from the first process: none may have the size of a text."""
+    swap_position_embedding(random_llama(), "fope", 40).save_pretrained(tmp_path)
+    code, stdout, stderr = torchrun("tests/unequal_lengths.py", "llama", tmp_path)
+    assert code == 0, stderr
+    assert stdout.count("the same") == 2
 
 
 def test_tied_weights_in_several_files_are_saved_and_loaded(tmp_path):
@@ -250,6 +451,8 @@ def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
     refuses(hf.export.main, [run, "--out", tmp_path / "out"], "kerple")
     refuses(hf.export.main, [run, "--out", run], "is a run")
     refuses(hf.export.main, [tmp_path / "nothing", "--out", tmp_path / "out"], "no checkpoint")
+    narrow = run_training(data_folder, tmp_path / "narrow", "--n_embd=33")
+    refuses(hf.export.main, [narrow, "--out", tmp_path / "out"], "multiple of the 2 heads")
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "gpt2"])
@@ -333,19 +536,51 @@ def test_processes_share_the_work(llama_folder, tmp_path):
     assert state["log_history"][-1]["num_tokens"] == 2 * 2 * 4 * 64  # steps, processes, sequences
 
 
+def gpt2_folder(path):
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=257)
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    hf.export.to_fast_tokenizer(load_tokenizer("byte", "")).save_pretrained(path)
+    return path
+
+
 def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
     main, data = finetune(), write_jsonl(tmp_path / "data.jsonl")
-    out = ["--out", tmp_path / "out"]
-    refuses(main, [llama_folder, "--data", tmp_path / "none.jsonl", *out], "none.jsonl")
-    refuses(main, [tmp_path / "none", "--data", data, *out], "none")
-    refuses(main, [llama_folder, "--data", data, "--pos", "fire", *out], "fire")
-    refuses(main, [llama_folder, "--data", data, "--trainer", "weight_deca=1", *out], "weight_deca")
-    refuses(main, [llama_folder, "--data", data, "--trainer", "bf16", *out], "--trainer 'bf16'")
-    wrong = ["--context", 16, "--pos", "rope", "--pos_args", "train_len=5"]
-    refuses(main, [llama_folder, "--data", data, *wrong, *out], "train_len")
-    refuses(main, [llama_folder, "--data", data, "--context", 100_000, *out], "100,000")
-    (tmp_path / "other.jsonl").write_text('{"question": "who?"}\n')
-    refuses(main, [llama_folder, "--data", tmp_path / "other.jsonl", *out], "messages")
+    out, fope = ["--out", tmp_path / "out"], ["--context", 64, "--pos", "fope"]
+    gpt2 = gpt2_folder(tmp_path / "gpt2")
+    bad = tmp_path / "bad.jsonl"
+    refuses(main, [gpt2, "--data", data, *out], "GPT2LMHeadModel is no LlamaForCausalLM")
+    refuses(main, [tmp_path / "none", "--data", data, *out], f"there is no folder {tmp_path}/none")
+    for name in ("none.jsonl", "nothing/none.jsonl"):
+        refuses(main, [llama_folder, "--data", tmp_path / name, *out], "none.jsonl: No such file")
+    for text, words in (
+        ("", "bad.jsonl is empty"),
+        ('{"question": "who?"}\n', 'bad.jsonl has in line 1 no "text"'),
+        ('{"text": "one"}\n{"text": 5}\n', "in line 2"),
+        ('{"text": "one"}\n{"text": \n', "in line 2"),
+        ('["text"]\n', "in line 1"),
+        ('{"messages": "hello"}\n', "in line 1"),
+        ('{"messages": [{"role": "user"}]}\n', "in line 1"),
+        ("\x00\x01", "in line 1"),
+    ):
+        bad.write_text(text)
+        refuses(main, [llama_folder, "--data", bad, *out], words)
+    for flags, words in (
+        (["--pos", "fire"], "fire"),
+        (["--trainer", "weight_deca=1"], "--trainer weight_deca: SFTConfig has no such field"),
+        (["--trainer", "bf16"], "--trainer 'bf16'"),
+        (["--trainer", "weight_decay=high"], "--trainer weight_decay must be float, not 'high'"),
+        (["--trainer", "bf16=maybe"], "--trainer bf16 must be bool or None, not 'maybe'"),
+        (["--trainer", "max_length=32"], "--trainer max_length: --context says that"),
+        (["--trainer", "learning_rate=high"], "--trainer learning_rate: --lr says that"),
+        (["--context", 100_000], "100,000"),
+        ([*fope, "--pos_args", "train_len=5"], "train_len: that is no keyword of fope"),
+        ([*fope, "--pos_args", "sigma=abc"], "sigma of fope must be float, not 'abc'"),
+        ([*fope, "--pos_args", "sigm=1"], "fope has no keyword sigm"),
+        ([*fope, "--pos_args", "n_table=3"], "n_table must divide"),
+        ([*fope, "--rope_scaling", "factor=none"], "factor"),
+        (["--pos_args", "sigma=1"], "go with --pos"),
+    ):
+        refuses(main, [llama_folder, "--data", data, *out, *flags], words)
 
 
 # -----------------------------------------------------------------------------
@@ -399,6 +634,9 @@ def test_tasks_and_bins(benchmark, llama_folder, tmp_path):
         assert row == {"score": pytest.approx(score), "documents": n}
     refuses(benchmark.main, [llama_folder, "--tasks", "none", "--out", tmp_path / "out"], "none")
     refuses(benchmark.main, [llama_folder, "--out", tmp_path / "out"], "nothing to do")
+    gpt2 = gpt2_folder(tmp_path / "gpt2")
+    refuses(benchmark.main, [gpt2, *tasks, "--out", tmp_path / "out"], "GPT2LMHeadModel is no")
+    refuses(benchmark.main, [*argv, "--max_length", 5], "--max_length 5 has no room before 4")
 
 
 def test_the_loss_of_an_answer(benchmark, llama_folder, tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ def refusal(call):
 
 FOPE = {"sigma": "float", "n_freq": "int or None", "variant": "str", "floor": "bool or int"}
 FOPE |= {"cap": "bool", "sin_pad": "float or None", "n_table": "int or None"}
+ROPE = {"freqs": "list or None"}
+FOPE |= ROPE
 SCALING = {"factor": "float", "original_len": "int", "kind": "str", "temperature": "bool"}
 
 
@@ -41,8 +43,8 @@ def test_keywords_are_those_of_the_classes_with_their_types():
     }
     for name in ("fope", "fope_shared", "fope_relative"):
         assert found.pop(name) == FOPE
-    assert found.pop("rope_a") == {"rounding": "str"}
-    assert set(found) == {"nope", "alibi", "rope", "kerple", "fire"} and not any(found.values())
+    assert found.pop("rope") == ROPE and found.pop("rope_a") == {"rounding": "str"} | ROPE
+    assert set(found) == {"nope", "alibi", "kerple", "fire"} and not any(found.values())
     assert {k: name_of(kind) for k, kind in keywords_of(rope_scaling).items()} == SCALING
 
 
@@ -55,7 +57,7 @@ class Loose(RoPE):
 
 def test_without_an_annotation_the_default_has_the_type(monkeypatch):
     types = {"factor": float, "twice": bool, "steps": int, "any_of": object}
-    assert keywords_of(Loose) == types
+    assert keywords_of(Loose) == types | {"freqs": list | None}
     monkeypatch.setitem(POSITION_EMBEDDINGS, "loose", Loose)
     config = GPTConfig(pos="loose", **SHAPE)
     for good in ({"factor": 2}, {"twice": True, "steps": 0}, {"any_of": "x"}, {"any_of": [1]}):
@@ -96,7 +98,11 @@ NONSENSE = [
     ("fope", {"variant": "original"}, "fope: variant 'original' is none of released, paper"),
     # what a model gives to its embedding by itself
     ("fope", {"scale": 2}, "fope has no keyword scale; its keywords: sigma (float), n_freq"),
-    ("rope", {"qk_factor": 2.0}, "rope has no keyword qk_factor; its keywords: none"),
+    (
+        "rope",
+        {"qk_factor": 2.0},
+        "rope has no keyword qk_factor; its keywords: freqs (list or None)",
+    ),
     ("rope", {"head_dim": 8}, "rope has no keyword head_dim"),
     ("rope", {"theta": 8.0}, "rope has no keyword theta"),
     ("rope", {"self": 1}, "rope has no keyword self"),
