@@ -255,5 +255,5 @@ def write_result(out, model, about, measured):
     """The json of an evaluation: what was read by which model, from where, and how it did."""
     if common.rank() == 0:
         here = {"command": common.command(), **common.provenance(next(model.parameters()).device)}
-        common.write_json(out, {**about, **here, "recipe": asdict(model.config), **measured})
+        common.write_json(out, {"recipe": asdict(model.config), **here, **about, **measured})
     print(f"wrote {out}")

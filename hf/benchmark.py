@@ -13,7 +13,7 @@ its authors cut them; 4 accuracies; 5 losses of the first right answer, in nats;
 """
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -99,8 +99,7 @@ def run_tasks(model, tokenizer, args):
 
 def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     """NAME_perplexity.json and NAME_passkey.json in --out, as our two scripts write them."""
-    train_len = model.config.train_len
-    lengths = parse_lengths(args.lengths, train_len)
+    lengths = parse_lengths(args.lengths, model.config.train_len)
 
     def encode(text):
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -125,20 +124,14 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
         task = Passkey(encode)
         ask = partial(evaluation.task_accuracy, model, task, trials=args.passkeys)
         evaluations["passkey"] = ask
+    model.config = replace(model.config, lengths=args.lengths)
     for kind, evaluate in evaluations.items():
-        results, skipped = evaluation.evaluate_lengths(lengths, evaluate, train_len)
+        measured = evaluation.evaluate_lengths(model, evaluate)
         recipe = {f.name: getattr(model.config, f.name) for f in fields(GPTConfig)}
         recipe["tokenizer"] = tokenizer_name  # how the model was trained is not known here
-        evaluation.write_result(
-            args.out / f"{Path(name).name}_{kind}.json",
-            model,
-            kind,
-            Path(name).name,  # two models may have one embedding
-            results,
-            skipped,
-            recipe=recipe,
-            data=args.text or "",
-        )
+        # labelled, since two models may have one embedding
+        about = dict(kind=kind, label=Path(name).name, recipe=recipe, data=args.text or "")
+        evaluation.write_result(args.out / f"{Path(name).name}_{kind}.json", model, about, measured)
 
 
 def main(argv=None):

@@ -467,7 +467,7 @@ def test_the_worked_example_is_what_comes_out():
         ({"n_table": 3}, "n_table must divide the 2 heads, which 3 does not"),
         ({"n_table": 0}, "which 0 does not"),
         ({"freqs": [1.0, 0.5]}, "freqs must be 8 numbers over 0"),
-        ({"freqs": [1.0] * 7 + ["a"]}, "freqs must be 8 numbers over 0"),
+        ({"freqs": [1.0] * 7 + [0.0]}, "freqs must be 8 numbers over 0"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(kwargs, words):
