@@ -233,7 +233,7 @@ def test_the_tour_runs(tmp_path):
     runs = {path.parent.name for path in tmp_path.glob("*/checkpoint.pt")}
     assert {"rope_s0", "fope_s0", "fope_sigma=0_s0"} <= runs and len(runs) == 4
     assert printed.count("perplexity at 512 1024\n") == 1
-    assert "series alone" in printed and "mean of 1 seeds" in printed
+    assert "series alone" in printed and "seeds: 1" in printed
     assert "FoPE, floor moved" in printed
 
 
