@@ -8,12 +8,14 @@ the CPU: how many graphs it makes, and what its loss keeps.
 """
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
 import sys
 import weakref
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -33,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import card
 import roofline
 
 import common
@@ -223,6 +226,18 @@ def test_the_modelled_table_counts_what_the_model_has(capsys):
     ms = float(rows[1].split("|")[3])
     parts = [float(row.split("|")[2]) for row in rows[8:]]
     assert sum(parts) == pytest.approx(ms, abs=0.5)
+
+
+def test_what_card_py_measures():
+    small = replace(RECIPES["tiny"], n_layer=1, vocab_size=300, train_len=32, pos="alibi")
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        for compiled in (False, True):
+            kernels, ms, peak, ms_read = card.measure(small, torch.device("cpu"), compiled)
+            assert kernels == "flash" and ms > 0 and ms_read > 0 and math.isnan(peak)
+    q = torch.randn(1, 1, 4, 8)
+    assert card.kernels_of(lambda: None) == ""
+    call = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True, scale=1.0)  # noqa: E731
+    assert card.kernels_of(call) == "flash"
 
 
 def test_the_next_batch_is_copied_while_a_gpu_computes():
