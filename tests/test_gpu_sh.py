@@ -1,0 +1,133 @@
+"""runs/gpu.sh: which commands it runs, with what budget, and how it goes on. Nothing is trained."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+PYTHON = """#!{python}
+import json, os, pathlib, sys, time
+words = sys.argv[1:]
+with open("calls", "a") as f:
+    f.write(json.dumps(words) + "\\n")
+if words[0] == "-c":
+    os.execv({python!r}, [{python!r}, *words])
+if words[0] == "train.py":
+    out = pathlib.Path(words[words.index("--out") + 1])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.jsonl").write_text('{{"step": 10, "tokens_per_s": 7}}\\n'
+                                   '{{"step": 20, "tokens_per_s": 10000, "loss": 2.0}}\\n')
+    if pathlib.Path("hang").exists() and out.name == "fope_s0":
+        pathlib.Path("hanging").touch()
+        time.sleep(60)
+if words[0].startswith("eval_"):
+    name = words[0].removeprefix("eval_").replace("py", "json")
+    pathlib.Path(words[1], name).write_text(json.dumps({{"of": words[1]}}))
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """The script, with a python that notes how it is called and writes what follows need."""
+    shutil.copytree(ROOT / "runs", tmp_path / "runs")
+    for name in ("requirements.txt", "paper/requirements.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    venv = tmp_path / ".venv/bin"
+    venv.mkdir(parents=True)
+    (venv / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    (venv / "python").write_text(PYTHON.format(python=sys.executable))
+    (venv / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: fake\n")
+    for file in ("python", "nvidia-smi"):
+        (venv / file).chmod(0o755)
+    return tmp_path
+
+
+def command(project, *flags, gpu=True):
+    path = f"{project}/.venv/bin:{os.environ['PATH']}" if gpu else "/usr/bin:/bin"
+    how = dict(cwd=project, env={**os.environ, "PATH": path}, text=True, start_new_session=True)
+    words = ["bash", "runs/gpu.sh", *flags]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+
+
+def run(project, *flags, gpu=True):
+    """(exit code, what it says, the calls of scripts of ours)."""
+    (project / "calls").unlink(missing_ok=True)
+    process = command(project, *flags, gpu=gpu)
+    output, _ = process.communicate(timeout=60)
+    calls = (project / "calls").read_text() if (project / "calls").exists() else ""
+    calls = [" ".join(json.loads(line)) for line in calls.splitlines()]
+    return process.returncode, output, [c for c in calls if c.split()[0] not in ("-c", "-m")]
+
+
+def test_the_commands_on_a_gpu(project):
+    code, output, calls = run(project)
+    assert code == 0, output
+    assert "text alone, as in the paper" in output
+    prepare, *calls = calls
+    assert prepare.startswith("prepare_data.py --source gutenberg --unwrap --shards 2 --tokenizer")
+    assert [c.split()[0] for c in calls] == [
+        "train.py",
+        "eval_perplexity.py",
+        "eval_passkey.py",
+    ] * 4
+    words = "train.py --preset 20M --device cuda --data runs_out/20M_gpu/data --batch_size 128"
+    assert calls[0].startswith(words)
+    budget = "--tokens 400000000 --read_tokens 4194305 --trials 1000"
+    assert f"--resume --pos rope {budget} --out runs_out/20M_gpu/rope_s0" in calls[0]
+    assert calls[4] == "eval_perplexity.py runs_out/20M_gpu/fope_s0 --device cuda"
+    results = json.loads((project / "runs_out/20M_gpu/figure1_20M_gpu.json").read_text())
+    assert len(results) == 8
+    assert run(project)[2][1:] == []  # all is there
+
+
+def test_minutes_are_measured_once(project):
+    flags = ["--device", "cpu", "--task_share", "0.25", "--minutes"]
+    code, output, calls = run(project, *flags, "8", gpu=False)
+    assert code == 0, output
+    assert "passkeys: they are 0.25" in output
+    assert calls[1].endswith("--log_every 10 --stop_at 20 --out runs_out/tiny_cpu/timing")
+    # 10,000 tokens/s for 8 minutes, a quarter for each model
+    budget = "--tokens 1200000 --read_tokens 30000 --trials 9 --out runs_out/tiny_cpu/rope_s0"
+    assert budget in calls[2]
+    assert "--task passkey --task_share 0.25 " in calls[2] and "--compile" not in calls[2]
+    (project / "runs_out/tiny_cpu/rope_s0/passkey.json").unlink()
+    _, _, calls = run(project, *flags, "99", gpu=False)
+    assert budget in calls[1] and len(calls) == 4
+
+
+def test_stopped_and_started_again(project):
+    (project / "hang").touch()
+    process = command(project, "--device", "cpu")
+    while not (project / "hanging").exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130 and "the same command continues" in output
+    (project / "hang").unlink()
+    code, _, calls = run(project, "--device", "cpu")
+    assert code == 0
+    assert "--pos fope" in calls[1] and len(calls) == 1 + 3 * 3
+
+
+def test_a_folder_of_shards_is_read_as_it_is(project):
+    (project / "mine").mkdir()
+    (project / "mine/meta.json").touch()
+    code, output, calls = run(project, "--device", "cpu", "--data", "mine")
+    assert code == 0, output
+    assert calls[0].startswith("train.py")
+    assert (project / "runs_out/tiny_cpu/data/meta.json").exists()
+
+
+def test_what_it_refuses(project):
+    code, output, calls = run(project, gpu=False)
+    assert code == 1 and "error: there is no GPU here" in output and calls == []
+    code, output, _ = run(project, "--sizes", "60M")
+    assert code == 1 and "error: there is no --sizes" in output
