@@ -199,7 +199,7 @@ PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e1
 PEAK_FLOPS |= {"L40S": 362e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
-def use_of_device(tokens_per_s, flops_per_token, hardware):
+def use_of_device(tokens_per_s, flops_per_token, device, hardware):
     """
     For the log: tokens/s; on a known card MFU, the share of its peak FLOP/s that the model's are;
     on any card the most memory so far, in GB.
@@ -207,8 +207,8 @@ def use_of_device(tokens_per_s, flops_per_token, hardware):
     use = {"tokens_per_s": round(tokens_per_s)}
     if peak := next((PEAK_FLOPS[card] for card in PEAK_FLOPS if card in hardware), None):
         use["mfu"] = round(tokens_per_s * flops_per_token / peak / common.world_size(), 4)
-    if torch.cuda.is_initialized():
-        use["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    if device.type == "cuda":
+        use["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
     return use
 
 
@@ -370,7 +370,8 @@ def main(argv=None):
                 rate = (step - last_step) * tokens_per_step / seconds
                 lr = optimizer.param_groups[0]["lr"]
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
-                line |= use_of_device(rate, raw_model.flops_per_token(), started["hardware"])
+                flops, hardware = raw_model.flops_per_token(), started["hardware"]
+                line |= use_of_device(rate, flops, device, hardware)
                 if validate:
                     val_loss = float(window_loss(raw_model, val_tokens, recipe.train_len).mean())
                     line["val_loss"] = val_loss

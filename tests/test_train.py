@@ -770,7 +770,7 @@ def test_config_json_is_for_people_alone(data_folder, checkpoint, tmp_path):
     ("hardware", "mfu"), [("NVIDIA H100 80GB HBM3", 0.25), ("x86_64 CPU, 1 threads", None)]
 )
 def test_mfu_is_logged_where_the_peak_of_a_card_is_known(hardware, mfu):
-    use = train.use_of_device(1000.4, 989e9 / 4, hardware)
+    use = train.use_of_device(1000.4, 989e9 / 4, torch.device("cpu"), hardware)
     assert use["tokens_per_s"] == 1000
     assert use.get("mfu") == (pytest.approx(mfu, rel=1e-3) if mfu else None)
 
