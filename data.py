@@ -13,7 +13,6 @@ import math
 import re
 from bisect import bisect
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -177,7 +176,7 @@ class TokenData:
                 damage = e
         if common.all_reduce_sum(torch.tensor(float(damage is not None))):
             raise damage or Refused(f"{folder} is damaged, as the first process says")
-        self.starts = list(accumulate(map(len, self.shards), initial=0))
+        self.starts = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
 
     def __len__(self):
         return self.starts[-1]
@@ -356,11 +355,11 @@ class Batches:
         is_task = math.floor((i + 1) * self.task_share) > before
         return self.task_document(before) if is_task else self.window(i - before)
 
-    def batch(self, step):
+    def batch(self, step, device):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""
         n = self.batch_size // common.world_size()
         first = step * self.batch_size + common.rank() * n
-        batch = np.empty((n, self.train_len + 1), dtype=np.int64)
-        for i, row in enumerate(batch, start=first):
-            row[:] = self.sequence(i)
-        return torch.from_numpy(batch)
+        batch = torch.from_numpy(np.stack([self.sequence(i) for i in range(first, first + n)]))
+        if device.type == "cuda":  # on its way from pinned memory, while the GPU computes
+            return batch.pin_memory().to(device, non_blocking=True)
+        return batch.to(device)

@@ -116,9 +116,8 @@ class ALiBi(PositionEmbedding):
         query_columns = self.slopes.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 2)
         q = torch.cat((q / math.sqrt(self.head_dim), query_columns), dim=-1)  # head_dim + 2
         k = torch.cat((k, key_columns.expand(*k.shape[:-1], 2)), dim=-1)
-        # zeros up to a multiple of 8: any other width some CUDA kernels do not take
+        # as wide as all CUDA kernels take, a multiple of 8; on a CPU v has to be as wide, too
         zeros = -q.size(-1) % 8
-        # and v as wide, as the fused CPU kernel wants it
         return F.pad(q, (0, zeros)), F.pad(k, (0, zeros)), F.pad(v, (0, 2 + zeros))
 
 

@@ -196,16 +196,20 @@ class GPT(nn.Module):
 LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 
 
-def slices(x, weight):
+def sliced_logits(x, weight, vocab_size):
     """
-    The rows of x (N, C) in slices that have no more logits than that, with V of weight (V, C) a
-    row: N is halved until they fit, so that all are of one size and compile to one graph. On CUDA
-    they are larger, since for each the gradient of all V weights is read and written once.
+    Yields slices of the N rows of x (N, C) and their logits x weight^T, -inf where the vocabulary
+    is only padded. N is halved until one fits: of one size they compile to one graph. On CUDA it is
+    larger, since for each the gradient of all weights is read and written.
     """
     n_rows, most = len(x), LOGITS_PER_SLICE * (8 if x.is_cuda else 1)
     while n_rows * len(weight) > most:
         n_rows = -(-n_rows // 2)
-    return [slice(start, start + n_rows) for start in range(0, len(x), n_rows)]
+    for start in range(0, len(x), n_rows):
+        rows = slice(start, start + n_rows)
+        logits = F.linear(x[rows], weight)
+        logits[:, vocab_size:] = -torch.inf
+        yield rows, logits
 
 
 def loss_and_gradient(logits, targets):
@@ -216,13 +220,6 @@ def loss_and_gradient(logits, targets):
     one_hot = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     # in fp32: bf16 would round a probability of 0.999 to 1, and the difference to 0
     return loss, log_probs.exp_().sub_(one_hot.to(torch.float32)).to(logits.dtype)
-
-
-def vocab_logits(x, weight, vocab_size):
-    """The logits x weight^T, with -inf in the columns that only pad the vocabulary."""
-    logits = F.linear(x, weight)
-    logits[:, vocab_size:] = -torch.inf
-    return logits
 
 
 def linear_cross_entropy(
@@ -238,10 +235,10 @@ def linear_cross_entropy(
     x, targets = x.flatten(0, -2), targets.flatten()  # (N, C), (N,)
     if reduction == "mean":
         return SlicedCrossEntropy.apply(x, weight, targets, vocab_size, slice_loss)
-    losses = []
-    for rows in slices(x, weight):
-        logits = vocab_logits(x[rows], weight, vocab_size).float()
-        losses.append(F.cross_entropy(logits, targets[rows], reduction="none"))
+    losses = [
+        F.cross_entropy(logits.float(), targets[rows], reduction="none")
+        for rows, logits in sliced_logits(x, weight, vocab_size)
+    ]
     return torch.cat(losses).view(shape)
 
 
@@ -259,8 +256,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         x_cast, weight_cast = x.to(dtype), weight.to(dtype)
         loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
-        for rows in slices(x, weight):
-            logits = vocab_logits(x_cast[rows], weight_cast, vocab_size)
+        for rows, logits in sliced_logits(x_cast, weight_cast, vocab_size):
             slice_sum, gradient = slice_loss(logits, targets[rows])
             loss += slice_sum
             grad_x[rows] = gradient @ weight_cast

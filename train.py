@@ -194,30 +194,18 @@ def start_log(out, step, data):
 
 # --- training
 
-# in bf16, dense, with sums in fp32, as the makers say; by a part of the card's name
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
-PEAK_FLOPS |= {"L40S": 362e12, "A6000": 155e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+# in bf16, dense, as the makers say; by a part of the card's name
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "3090": 71e12}
 
 
-def use_of_device(tokens_per_s, flops_per_token, device, hardware):
-    """
-    For the log: tokens/s; on a known card MFU, the share of its peak FLOP/s that the model's are;
-    on any card the most memory so far, in GB.
-    """
+def use_of_device(tokens_per_s, model, device, hardware):
+    """For the log: tokens/s; MFU, the share of a known card's peak; the most GB of it so far."""
     use = {"tokens_per_s": round(tokens_per_s)}
     if peak := next((PEAK_FLOPS[card] for card in PEAK_FLOPS if card in hardware), None):
-        use["mfu"] = round(tokens_per_s * flops_per_token / peak / common.world_size(), 4)
+        use["mfu"] = round(tokens_per_s * model.flops_per_token() / peak / common.world_size(), 4)
     if device.type == "cuda":
         use["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
     return use
-
-
-def fetch(batches, step, device):
-    """The batch of a step, on the device, or on its way there while a GPU computes."""
-    batch = batches.batch(step)
-    if device.type == "cuda":
-        return batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device)
 
 
 def accumulate_gradients(model, batch, n_micro):
@@ -338,7 +326,7 @@ def main(argv=None):
     with bar, common.lock(out) if first else nullcontext(), StopSignal() as stop_signal:
         if first:
             start_log(out, step, data)
-        batch = fetch(batches, step, device)
+        batch = batches.batch(step, device)
         while step < stop_at and not stop:
             # set the learning rates of this step
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -346,7 +334,7 @@ def main(argv=None):
 
             # forward and backward; while a GPU is at it, the next batch
             loss = accumulate_gradients(model, batch, n_micro)
-            batch = fetch(batches, step + 1, device)
+            batch = batches.batch(step + 1, device)
 
             # what all processes must agree on: the mean loss, and whether one was told to stop
             told = torch.full_like(loss, stop_signal.signum)
@@ -370,8 +358,7 @@ def main(argv=None):
                 rate = (step - last_step) * tokens_per_step / seconds
                 lr = optimizer.param_groups[0]["lr"]
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
-                flops, hardware = raw_model.flops_per_token(), started["hardware"]
-                line |= use_of_device(rate, flops, device, hardware)
+                line |= use_of_device(rate, raw_model, device, started["hardware"])
                 if validate:
                     val_loss = float(window_loss(raw_model, val_tokens, recipe.train_len).mean())
                     line["val_loss"] = val_loss

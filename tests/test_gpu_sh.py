@@ -69,7 +69,7 @@ def run(project, *flags, gpu=True):
 def test_the_commands_on_a_gpu(project):
     code, output, calls = run(project)
     assert code == 0, output
-    assert "text alone, as in the paper" in output
+    assert "of the sequences 0 are passkeys" in output
     prepare, *calls = calls
     assert prepare.startswith("prepare_data.py --source gutenberg --unwrap --shards 2 --tokenizer")
     assert [c.split()[0] for c in calls] == [
@@ -91,7 +91,7 @@ def test_minutes_are_measured_once(project):
     flags = ["--device", "cpu", "--task_share", "0.25", "--minutes"]
     code, output, calls = run(project, *flags, "8", gpu=False)
     assert code == 0, output
-    assert "passkeys: they are 0.25" in output
+    assert "of the sequences 0.25 are passkeys" in output
     assert calls[1].endswith("--log_every 10 --stop_at 20 --out runs_out/tiny_cpu/timing")
     # 10,000 tokens/s for 8 minutes, a quarter for each model
     budget = "--tokens 1200000 --read_tokens 30000 --trials 9 --out runs_out/tiny_cpu/rope_s0"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -527,7 +528,7 @@ def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypa
     recipe = load_run(run)[0].config
     train_data = data.TokenData(data_folder, "train")
     encoding = train_data.tokenizer()
-    for row in data.Batches(train_data, recipe).batch(0):
+    for row in data.Batches(train_data, recipe).batch(0, torch.device("cpu")):
         assert row[-1] == encoding.eot_token
         needle = encoding.decode(row[:-1].tolist()).split("\n")[2].split()
         assert " ".join(needle[:4] + needle[5:9]) == "The pass key is The other key is"
@@ -770,7 +771,8 @@ def test_config_json_is_for_people_alone(data_folder, checkpoint, tmp_path):
     ("hardware", "mfu"), [("NVIDIA H100 80GB HBM3", 0.25), ("x86_64 CPU, 1 threads", None)]
 )
 def test_mfu_is_logged_where_the_peak_of_a_card_is_known(hardware, mfu):
-    use = train.use_of_device(1000.4, 989e9 / 4, torch.device("cpu"), hardware)
+    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
+    use = train.use_of_device(1000.4, model, torch.device("cpu"), hardware)
     assert use["tokens_per_s"] == 1000
     assert use.get("mfu") == (pytest.approx(mfu, rel=1e-3) if mfu else None)
 
