@@ -3,6 +3,7 @@ What does each position embedding cost? Speed and memory of training and evaluat
 
     python experiments/bench.py                                      tiny, a CPU: minutes
     python experiments/bench.py --preset 60M --batch_size 64 --compile               one GPU
+    python experiments/bench.py --llama --pos rope fope --batch_size 1             hf/: minutes
 
 All embeddings take turns in one process, one training step or one evaluation each, on random
 tokens, and many rounds of it. A ratio is taken within a round, since a machine's speed drifts; the
@@ -10,6 +11,7 @@ table, in Markdown, has medians over the rounds. Memory is the peak of a process
 GPU what torch has allocated, on a CPU what is resident.
 """
 
+import json
 import multiprocessing
 import re
 import resource
@@ -68,6 +70,36 @@ class Workload:
         return tokens / (time.perf_counter() - start)
 
 
+class LlamaWorkload(Workload):
+    """A Llama with grouped keys and the embedding (hf/), a batch and 2000 tokens in its cache."""
+
+    def __init__(self, args, pos, device):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from hf.swap import swap_position_embedding
+
+        heads = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+        sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, vocab_size=512)
+        self.model = LlamaForCausalLM(LlamaConfig(**heads, **sizes)).to(device)
+        swap_position_embedding(self.model, pos, args.train_len)
+        self.batch = torch.randint(512, (args.batch_size, args.train_len + 1), device=device)
+        text, self.device = torch.randint(512, (1, 2000), device=device), device
+        with torch.no_grad():
+            self.cache = self.model(text, use_cache=True).past_key_values
+
+    def rate(self, what):
+        """Tokens per second of a training step, without the optimizer, or of one token more."""
+        start = time.perf_counter()
+        with torch.set_grad_enabled(what == "train"):
+            if what == "train":
+                self.model(self.batch, labels=self.batch).loss.backward()
+            else:
+                self.model(self.batch[:1, :1], past_key_values=self.cache)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (self.batch[:, 1:].numel() if what == "train" else 1) / (time.perf_counter() - start)
+
+
 def peak_memory(args, pos, what, device):
     """In bytes, of one training step or one evaluation; to be called in a fresh process."""
     work = Workload(args, pos, device)
@@ -96,10 +128,11 @@ def measure_memory(args, device):
 
 
 def measure_speed(args, device):
-    """{"train": [{embedding: tokens/s} of each round], "eval": the same}."""
-    works = {pos: Workload(args, pos, device) for pos in args.pos}
-    rounds = {"train": [], "eval": []}
-    for what, n in (("train", args.rounds), ("eval", args.eval_rounds)):
+    """{"train": [{embedding: tokens/s} of each round], "eval" or "decode": the same}."""
+    work, second = (LlamaWorkload, "decode") if args.llama else (Workload, "eval")
+    works = {pos: work(args, pos, device) for pos in args.pos}
+    rounds = {"train": [], second: []}
+    for what, n in (("train", args.rounds), (second, args.eval_rounds)):
         for work in works.values():
             work.rate(what)  # the first time compiles and fills caches
         for _ in trange(n, desc=what):
@@ -131,6 +164,11 @@ def main(argv=None):
     add("--rounds", type=positive, default=10, help="training steps of each")
     add("--eval_rounds", type=positive, default=3, help="evaluations of each")
     add("--compile", action="store_true", help="as train.py --compile does")
+    add(
+        "--llama",
+        action="store_true",
+        help="in a Llama instead: training and decoding, speed alone",
+    )
     common.add_device_flag(parser)
     add("--out", help="the json file, if not results/bench_{preset}_{device}.json")
     args = parser.parse_args(argv)
@@ -138,13 +176,17 @@ def main(argv=None):
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000
 
-    memory, rounds = measure_memory(args, device), measure_speed(args, device)
+    memory = {pos: {} for pos in args.pos} if args.llama else measure_memory(args, device)
+    rounds = measure_speed(args, device)
     sizes = ("preset", "train_len", "batch_size", "eval_len", "compile")
     result = {"kind": "bench", **{name: getattr(args, name) for name in sizes}}
     result |= {"command": common.command()} | common.provenance(device)
     result |= {"summary": summarise(rounds, memory), "rounds": rounds}
-    print(f"\n{bench_table(result)}\n\n{result['hardware']}, {result['software']}")
-    out = args.out or ROOT / "results" / f"bench_{args.preset}_{device.type}.json"
+    if args.llama:
+        result |= {"kind": "bench_llama", "preset": "llama"}
+    table = json.dumps(result["summary"], indent=1) if args.llama else bench_table(result)
+    print(f"\n{table}\n\n{result['hardware']}, {result['software']}")
+    out = args.out or ROOT / "results" / f"bench_{result['preset']}_{device.type}.json"
     common.write_json(out, result)
     print(f"wrote {out}")
 

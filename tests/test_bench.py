@@ -32,6 +32,21 @@ def test_bench_measures_and_shows(tmp_path, capsys):
     assert tables.bench_table(result) in shown and result["hardware"] in shown
 
 
+@pytest.mark.slow
+def test_training_and_decoding_in_a_llama(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out = str(tmp_path / "b.json")
+    sizes = ["--train_len=16", "--batch_size=1", "--rounds=2", "--eval_rounds=3", "--device=cpu"]
+    bench.main(["--llama", "--pos", "rope", "fope", *sizes, "--out", out])
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert {what: len(rounds) for what, rounds in result["rounds"].items()} == {
+        "train": 2,
+        "decode": 3,
+    }
+    assert result["summary"]["rope"]["to_rope"] == {"train": 1, "decode": 1}
+    refuses(bench.main, ["--llama", "--pos", "kerple", *sizes, "--out", out], "kerple")
+
+
 def test_medians_are_of_ratios_within_a_round():
     train = [{"nope": n, "fope": f} for n, f in ((1.0, 1.0), (4.0, 2.0), (10.0, 3.0))]
     rounds = {"train": train, "eval": [{"nope": 8.0, "fope": 2.0}]}
