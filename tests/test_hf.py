@@ -523,6 +523,26 @@ def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path
     assert config.swap["train_len"] == config.max_position_embeddings == 64
 
 
+def test_the_calls_of_the_readme(llama_folder, tmp_path, monkeypatch, benchmark):
+    """Its block and its commands one after the other, of a small model at a small length."""
+    page = (ROOT / "hf" / "README.md").read_text().replace("HuggingFaceTB/SmolLM-1.7B", "llama")
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "chats.jsonl", chats=True)
+    write_text(tmp_path / "text", 1, 900).joinpath("000.txt").rename("book.txt")
+    block = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    exec(block.replace("train_len=4096", "train_len=64"), {})
+    commands = [line.split()[2:] for line in page.splitlines() if line.startswith("python -m ")]
+    assert [words[0] for words in commands] == ["hf.finetune"] * 2 + ["hf.benchmark"] * 2 + [
+        "paper.plot",
+        "hf.export",
+    ]
+    for _, *words in commands[:2]:
+        finetune()([*words, "--context", "64", "--trainer", "max_steps=1"])
+    small = ["--lengths", "64,448", "--device", "cpu"]
+    benchmark.main([word.replace("100", "2") for word in commands[3][1:]] + small)
+    assert len(list(tmp_path.glob("smollm/*_p*.json"))) == 4
+
+
 def test_processes_share_the_work(llama_folder, tmp_path):
     finetune()
     data, out = write_jsonl(tmp_path / "data.jsonl"), tmp_path / "out"
