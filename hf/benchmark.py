@@ -107,7 +107,7 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     evaluations = {}
     if args.text:
         with common.file_errors():
-            ids = np.array(encode(Path(args.text).read_text(encoding="utf-8")))
+            ids = np.array(encode(Path(args.text).read_text(encoding="utf-8", errors="replace")))
         longest = max((n for n in lengths if n < len(ids)), default=1)
         ids = ids[: (len(ids) - 1) // longest * longest + 1]
 

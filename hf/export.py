@@ -113,7 +113,7 @@ def main(argv=None):
     model, _, _ = load_run(args.run)
     tokenizer = load_tokenizer(model.config.tokenizer, args.run)
     llama = to_llama(model, tokenizer)
-    llama.save_pretrained(args.out)
+    llama.save_pretrained(common.make_folder(args.out))
     to_fast_tokenizer(tokenizer).save_pretrained(args.out)
     about = PLAIN if type(llama) is LlamaForCausalLM else SWAPPED
     (args.out / "README.md").write_text(f"{about}\n", encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import get_args, get_type_hints
 
 import torch
 from datasets import load_dataset
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
@@ -139,6 +140,8 @@ def main(argv=None):
     )
     recipe |= trainer_fields(args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
+    first_line("--trainer", lambda: get_reporting_integration_callbacks(config.report_to))
+    common.make_folder(args.out)
     data = read_data(args.data, args.config, args.split)
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]

@@ -4,6 +4,7 @@ called as our GPT.
 """
 
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ def first_line(what, call):
     """call(), whose error (of files, names, networks, fields) becomes one sentence."""
     try:
         return call()
+    except Refused:
+        raise
     except Exception as e:
-        raise Refused(f"{what}: {type(e).__name__}: {f'{e} '.splitlines()[0]}") from None
+        raise Refused(f"{what}: {type(e).__name__}: {shorten(str(e), 240)}") from None
 
 
 def load_model(name, device="cpu"):

@@ -180,6 +180,10 @@ def our_config(config, swap):
 def new_positions(model, swap):
     """A LayerPosition for each layer, with what the old one has drawn. Refused where it cannot."""
     config, new = our_config(model.config, swap), []
+    check_pos(config)
+    n_kv, n_table = model.config.num_key_value_heads, swap["pos_args"].get("n_table", 1)
+    if n_table and n_kv % n_table and n_table % n_kv:
+        raise Refused(f"n_table {n_table} and {n_kv} key heads: one must divide the other")
     for block in model.model.layers:
         new.append(LayerPosition(config))
         if hasattr(block.self_attn, "pos"):
@@ -230,13 +234,9 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     elif pos == "fope":
         pos_args = {"cap": False, "n_table": config.num_key_value_heads} | pos_args
     swap = old | dict(pos=pos, pos_args=pos_args, rope_scaling=rope_scaling, train_len=train_len)
-    check_pos(our_config(config, swap))  # before anything has changed
-    n_kv, n_table = config.num_key_value_heads, pos_args.get("n_table", 1)
-    if n_table and n_kv % n_table and n_table % n_kv:
-        raise Refused(f"n_table {n_table} and {n_kv} key heads: one must divide the other")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        positions = new_positions(model, swap)
+        positions = new_positions(model, swap)  # nothing has changed yet
     longest = max(config.max_position_embeddings, train_len)  # for other tools
     config.__class__, model.__class__ = SwappedConfig, SwappedLlama
     config.update(dict(swap=swap, max_position_embeddings=longest))

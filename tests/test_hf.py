@@ -238,6 +238,10 @@ def test_a_refused_swap_changes_nothing(tmp_path):
     random_llama().save_pretrained(tmp_path)
     with pytest.raises(Refused, match="no swapped model"):
         hf.swap.load(tmp_path)
+    model.config.swap["pos"] = "fop"
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="unknown position embedding 'fop'"):
+        hf.swap.load(tmp_path)
 
 
 def test_a_program_that_does_not_know_a_swapped_model_stops(tmp_path):
@@ -590,6 +594,8 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         (["--trainer", "bf16"], "--trainer 'bf16'"),
         (["--trainer", "weight_decay=high"], "--trainer weight_decay must be float, not 'high'"),
         (["--trainer", "bf16=maybe"], "--trainer bf16 must be bool or None, not 'maybe'"),
+        (["--trainer", "report_to=nothing"], "nothing is not supported"),
+        (["--out", data], "data.jsonl: File exists"),
         (["--trainer", "max_length=32"], "--trainer max_length: --context says that"),
         (["--trainer", "learning_rate=high"], "--trainer learning_rate: --lr says that"),
         (["--context", 100_000], "100,000"),
