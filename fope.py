@@ -139,9 +139,9 @@ class RoPE(PositionEmbedding):
         super().__init__(**kwargs)
         assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
+        fits = freqs is None or (len(freqs) == self.head_dim // 2 and min(freqs) > 0)
+        assert fits, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs}"
         freqs = rope_freqs(self.head_dim, self.theta) if freqs is None else torch.tensor(freqs)
-        fits = len(freqs) == self.head_dim // 2 and (freqs > 0).all()
-        assert fits, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs.tolist()}"
         # not saved: the frequencies follow from the config
         self.register_buffer("freqs", freqs.float(), persistent=False)
         self.forget_tables()
