@@ -186,7 +186,8 @@ def main(argv=None):
         result |= {"kind": "bench_llama", "preset": "llama"}
     table = json.dumps(result["summary"], indent=1) if args.llama else bench_table(result)
     print(f"\n{table}\n\n{result['hardware']}, {result['software']}")
-    out = args.out or ROOT / "results" / f"bench_{result['preset']}_{device.type}.json"
+    folder = ROOT / "results" / ("mechanism" if args.llama else "")
+    out = args.out or folder / f"bench_{result['preset']}_{device.type}.json"
     common.write_json(out, result)
     print(f"wrote {out}")
 
