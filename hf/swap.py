@@ -148,6 +148,9 @@ class SwappedLlama(LlamaForCausalLM):
             raise Refused("this is no swapped model: swap_position_embedding makes one")
         install(self, new_positions(self, config.swap))
 
+    def _get_static_cache_init_shape(self):
+        """The library would make a cache of the config's shape; ALiBi's keys are wider."""
+
 
 transformers.AutoConfig.register(SwappedConfig.model_type, SwappedConfig)
 transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
@@ -180,7 +183,8 @@ def our_config(config, swap):
 def new_positions(model, swap):
     """A LayerPosition for each layer, with what the old one has drawn. Refused where it cannot."""
     config, new = our_config(model.config, swap), []
-    check_pos(config)
+    with torch.device("cpu"):
+        check_pos(config)
     n_kv, n_table = model.config.num_key_value_heads, swap["pos_args"].get("n_table", 1)
     if n_table and n_kv % n_table and n_table % n_kv:
         raise Refused(f"n_table {n_table} and {n_kv} key heads: one must divide the other")

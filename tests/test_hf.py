@@ -71,6 +71,16 @@ def test_our_rope_is_the_librarys_to_the_last_bit(heads):
     assert torch.equal(logits(swap_position_embedding(llama, "rope", 40), ids), before)
 
 
+def test_our_rope_writes_from_a_padded_batch_what_the_library_does():
+    llama, mask = random_llama(), torch.ones(2, 30, dtype=torch.long)
+    mask[0, :9] = 0
+    ours = swap_position_embedding(copy.deepcopy(llama), "rope", 40)
+    more = dict(attention_mask=mask, max_new_tokens=9, do_sample=False)
+    more |= dict(output_logits=True, return_dict_in_generate=True)
+    a, b = (model.generate(tokens(2, 30), **more) for model in (llama, ours))
+    assert all(map(torch.equal, a.logits, b.logits)) and torch.equal(a.sequences, b.sequences)
+
+
 def test_the_embeddings_differ():
     all_logits = [
         logits(swap_position_embedding(random_llama(), p, 40), tokens(1, 60)) for p in EMBEDDINGS
@@ -103,14 +113,22 @@ def test_padding_changes_nothing(swapped, side):
         torch.testing.assert_close(both[i, where[i]], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_padded_batch_generates_what_each_prompt_does(swapped, cache):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cache_implementation": "dynamic"},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "prefill_chunk_size": 7},
+    ],
+    ids=["dynamic", "static", "chunks"],
+)
+def test_a_padded_batch_generates_what_each_prompt_does(swapped, how):
     ids, lengths = tokens(3, 30), (30, 18, 5)
     padded, mask = torch.zeros(2, 3, 30, dtype=torch.long)
     for i, n in enumerate(lengths):
         padded[i, 30 - n :], mask[i, 30 - n :] = ids[i, :n], 1
     greedy = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    both = swapped.generate(padded, attention_mask=mask, cache_implementation=cache, **greedy)
+    both = swapped.generate(padded, attention_mask=mask, **how, **greedy)
     for i, n in enumerate(lengths):
         prompt = ids[i : i + 1, :n]
         whole_mask = torch.ones_like(prompt)
