@@ -387,6 +387,10 @@ def test_scaled_frequencies_stay_on_the_pairs_that_have_learned_them(tmp_path):
     freqs, before = llama.model.rotary_emb.inv_freq, logits(llama, ids)
     rope = swap_position_embedding(copy.deepcopy(llama), "rope", 40)
     assert torch.equal(logits(rope, ids), before)
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    halved = random_llama(rope_parameters=linear)
+    before_halved = logits(halved, ids)
+    assert torch.equal(logits(swap_position_embedding(halved, "rope", 40), ids), before_halved)
     fope = swap_position_embedding(llama, "fope", 200)
     kept = freqs[freqs >= 2 * torch.pi / 200]
     plain = 500000.0 ** -(torch.arange(8) / 8)
