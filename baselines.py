@@ -161,7 +161,8 @@ class FoPERelative(FoPE):
         return RoPE.make_tables(self, T)  # (T, D)
 
     def rotate(self, q, k):
-        coef = self.cos_coef.transpose(1, 2)[:, None]  # (n_head, 1, K, D)
+        coef = self.cos_coef.repeat_interleave(self.n_head // self.n_table, dim=0)
+        coef = coef.transpose(1, 2)[:, None]  # (n_head, 1, K, D)
         return self.repeat(q, coef), self.repeat(k, torch.ones_like(coef))
 
     def repeat(self, x, coef):
@@ -170,7 +171,7 @@ class FoPERelative(FoPE):
         K, (x1, x2) = coef.size(-2), x.float().chunk(2, dim=-1)
         y1, y2 = x1[..., :K, None], x2[..., :K, None]  # (B, n_head, T, K, 1)
         real, imaginary = coef * (y1 * cos - y2 * sin), coef * (y2 * cos + y1 * sin)
-        factor = self.qk_factor * (math.sqrt(2) if self.variant == "released" else 1.0)
+        factor = self.qk_factor * math.sqrt(1 + self.sin_pad**2)
         constant = factor * torch.cat((x1[..., K:], x2[..., K:]), dim=-1)
         return torch.cat((real.flatten(-2), imaginary.flatten(-2), constant), dim=-1).type_as(x)
 

@@ -34,6 +34,7 @@ VARIANTS = [
     ("fope", {"floor": 80}),
     ("fope", {"scaling": YARN}),
     ("fope_relative", {"variant": "paper", "n_freq": 12}),
+    ("fope_relative", {"n_table": 1, "sin_pad": 0.5}),
     ("rope", {"scaling": YARN}),
 ]
 CASES = [pytest.param(name, {}, id=name) for name in POSITION_EMBEDDINGS]
