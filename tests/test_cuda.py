@@ -226,6 +226,7 @@ def test_the_modelled_table(capsys):
     assert mfu == pytest.approx(100 * rate * flops / 989e12, abs=1)
 
 
+@pytest.mark.slow
 def test_what_card_py_measures(monkeypatch, capsys):
     small = replace(RECIPES["tiny"], n_layer=1, train_len=32)
     monkeypatch.setitem(RECIPES, "tiny", small)
@@ -281,9 +282,11 @@ def test_graphs_of_a_compiled_run(_, pos):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_loss_keeps_no_logits_in_fp32(dtype):
     """Only the gradient is as large as the logits, and it has their type."""
+    torch.manual_seed(0)
     logits, targets = torch.randn(96, 640).to(dtype), torch.randint(640, (96,))
+    ulp = 1e-5 if dtype == torch.float32 else 2**-7  # what is summed in another order rounds so
     (loss, gradient), code = run_and_get_code(torch.compile(loss_and_gradient), logits, targets)
     for compiled, plain in zip((loss, gradient), loss_and_gradient(logits, targets), strict=True):
-        torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=ulp)
     buffers = re.findall(r"= empty_strided_cpu\(\(96, 640\), .*torch\.(\w+)\)", "".join(code))
     assert buffers == [str(dtype).removeprefix("torch.")]
