@@ -151,16 +151,51 @@ def seed_stats(results, name, lengths=None):
 
 
 def paired_differences(results, reference, name, lengths):
-    """Of one number, results - reference, for each seed that both have: (seeds, lengths)."""
+    """
+    Of one number, results - reference, for each seed that both have: (seeds, lengths); of a list
+    of W numbers (seeds, lengths, W).
+    """
     theirs = {seed_of(r): r["lengths"] for r in reference}
     pairs = [(r["lengths"], theirs[seed_of(r)]) for r in results if seed_of(r) in theirs]
-    rows = [[a[n][name] - b[n][name] for n in lengths] for a, b in pairs]
-    return np.array(rows, dtype=float).reshape(len(rows), len(lengths))
+    rows = [[np.subtract(a[n][name], b[n][name]) for n in lengths] for a, b in pairs]
+    return np.array(rows, dtype=float) if rows else np.empty((0, len(lengths)))
+
+
+def rise_removed(by_label, of="RoPE", least=0.1):
+    """
+    {label: [the share of the rise of `of` that it has not, for each seed that both have]}: the rise
+    is that of the loss from the training length to the longest, and no share is formed where that
+    of `of` is under `least` nats.
+    """
+
+    def rises(results):
+        first, last = train_len_of(results), common_lengths(results)[-1]
+        return {
+            seed_of(r): r["lengths"][last]["loss"] - r["lengths"][first]["loss"] for r in results
+        }
+
+    whole = {seed: rise for seed, rise in rises(by_label[of]).items() if rise >= least}
+    every = {label: rises(results) for label, results in by_label.items() if label != of}
+    return {
+        label: [1 - rise / whole[seed] for seed, rise in sorted(found.items()) if seed in whole]
+        for label, found in every.items()
+    }
 
 
 def half_interval(values):
     """Half the 95 % interval of the mean of n values (n, ...), by Student's t."""
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+
+
+def half_interval_with_windows(values, draws=4000):
+    """
+    Half the 95 % interval of the mean of values (seeds, windows) over seeds and windows of text:
+    both are drawn anew, with replacement (the pigeonhole bootstrap of Owen, 2007).
+    """
+    rng, (S, W) = np.random.default_rng(0), values.shape
+    seeds, windows = rng.integers(S, size=(draws, S)), rng.integers(W, size=(draws, W))
+    means = [values[np.ix_(s, w)].mean() for s, w in zip(seeds, windows, strict=True)]
+    return float(np.diff(np.quantile(means, (0.025, 0.975)))[0] / 2)
 
 
 def sign_flip_p(values):
@@ -191,6 +226,9 @@ def compare(primary, folder):
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
         row |= dict(seeds=len(values), mean=float(values.mean()))
         row |= dict(half_interval=float(half_interval(values)), p=sign_flip_p(values))
+        if kind == "perplexity":
+            by_window = paired_differences(named, by_label[to], "by_window", [length])[:, 0]
+            row["half_with_windows"] = half_interval_with_windows(by_window)
         rows.append(row | dict(p_t=float(stats.ttest_1samp(values, 0).pvalue)))
     worst = 0.0
     for rank, row in enumerate(sorted(rows, key=lambda row: row["p"])):

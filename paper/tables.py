@@ -7,6 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
+
 from common import Refused, read_json
 from paper.results import (
     NAMES,
@@ -16,6 +18,7 @@ from paper.results import (
     load_results,
     paired_differences,
     part_of_answer,
+    rise_removed,
     seed_of,
     seed_stats,
     train_len_of,
@@ -125,6 +128,19 @@ def rates_table(results):
     return grid(["nats at 1x", *(columns[c] for c in sorted(columns))], rows)
 
 
+def removed_table(results):
+    """rise_removed, in %: mean ± half its interval, then each seed."""
+    rows = []
+    for kind, by_label in results.items():
+        for label, shares in rise_removed(by_label).items() if not is_task(kind) else ():
+            values = 100 * np.array(shares)
+            half = f" ± {half_interval(values):.0f}" if len(values) > 1 else ""
+            name = label + kind.removeprefix("perplexity")
+            each = ", ".join(f"{value:.0f}" for value in values)
+            rows.append([name, str(len(values)), f"{values.mean():.0f}{half}", each])
+    return grid(["of RoPE's rise to the longest text, %", "seeds", "removed", "each seed"], rows)
+
+
 def primary_table(rows):
     """What compare() returns."""
     words = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
@@ -134,8 +150,11 @@ def primary_table(rows):
         name, factor, digits = words[r["measure"]]
         mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         what = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
-        lines.append([what, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
-    return grid(["primary comparison", "seeds", "difference", "p (Holm)"], lines)
+        windows = f"{r['half_with_windows']:.{digits}f}" if "half_with_windows" in r else ""
+        cells = [str(r["seeds"]), f"{mean} ± {half[1:]}", windows, f"{r['p_holm']:.2g}"]
+        lines.append([what, *cells])
+    columns = ["primary comparison", "seeds", "difference", "± over seeds and windows", "p (Holm)"]
+    return grid(columns, lines)
 
 
 def bench_table(result):
@@ -181,6 +200,8 @@ def table_of(name, options, folder):
             results = {"passkey": only_copying(results["passkey"])}
         elif key == "to":
             to = value
+    if "removed" in options:
+        return removed_table(results)
     measure = "loss" if "loss" in options else "perplexity"
     table = markdown_table(results, measure, to, "differences" in options)
     return html_tables(table) if "html" in options else table

@@ -27,6 +27,7 @@ def evaluations(tmp_path, losses, kind="perplexity", data="bytes"):
             result = json.loads(result_file(tmp_path, kind, "rope", seed, value).read_text())
             for row in result["lengths"].values():
                 row |= {"loss": value, "perplexity": math.exp(value)}
+                row["by_window"] = [value - 0.1, value + 0.1]
             results.append(result | {"label": label, "data": f"data/{data}"})
     return results
 
@@ -85,6 +86,18 @@ def test_two_corpora_have_a_table_and_a_panel_each(tmp_path):
     assert [ax.get_title().lower().partition(" (")[0] for ax in figure.axes] == kinds
 
 
+def test_the_share_of_ropes_rise_that_is_removed(tmp_path):
+    """By seed; a seed in which RoPE hardly rises has no share."""
+    results = evaluations(tmp_path, {"RoPE": [1.0, 1.0, 1.0], "FoPE": [1.0, 1.0, 1.0]})
+    rises = {"RoPE": (0.5, 1.0, 0.05), "FoPE": (0.1, 0.5, 0.0)}
+    for result in results:
+        row = result["lengths"]["256"] = dict(result["lengths"]["256"])
+        row["loss"] += rises[result["label"]][result["seed"]]
+    write(tmp_path / "a.json", results)
+    lines = tables.table_of("a", "removed", tmp_path).split("\n")
+    assert lines[2:] == [f"| FoPE | 2 | 65 ± {100 * 0.15 * 12.706:.0f} | 80, 50 |"]
+
+
 def test_a_mark_that_asks_for_what_is_not_there_is_refused(tmp_path):
     write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": [1.0]}))
     refuses(lambda argv: tables.table_of("a", "kind=foo", tmp_path), [], "has no foo")
@@ -116,6 +129,18 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
         running = max(running, min(1, factor * row["p"]))
         assert row["p_holm"] == pytest.approx(running)
     assert "| RoPE minus FoPE, loss at 256 (a) | 6 | " in tables.primary_table(rows)
+
+
+def test_an_interval_over_seeds_and_windows_holds_both():
+    """Where only seeds differ it is theirs, where only windows do it is that of windows."""
+    rng = np.random.default_rng(1)
+    seeds, windows = rng.normal(size=(60, 1)), rng.normal(size=(1, 60))
+    for values, n in ((seeds + 0 * windows, seeds), (0 * seeds + windows, windows)):
+        expected = 1.96 * n.std() / math.sqrt(60)
+        assert res.half_interval_with_windows(values) == pytest.approx(expected, rel=0.1)
+    both = res.half_interval_with_windows(seeds + windows)
+    expected = 1.96 * math.hypot(seeds.std(), windows.std()) / math.sqrt(60)
+    assert both == pytest.approx(expected, rel=0.1)
 
 
 def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
