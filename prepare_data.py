@@ -61,18 +61,20 @@ GUTENBERG_START = re.compile(
     r"|^\*END ?\*? ?THE SMALL PRINT.*"
 )
 GUTENBERG_END = re.compile(
-    r"(?im)^\s*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg).*"
+    r"(?im)^[ \t]*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)"
+    r".*"
 )
 
 
 def strip_gutenberg(text):
-    """A Project Gutenberg book without the site's header and footer; any other text as it is."""
-    if not (start := GUTENBERG_START.search(text)):
-        return text
-    end = GUTENBERG_END.search(text, start.end())
-    stop = end.start() if end else len(text)
-    *_, start = GUTENBERG_START.finditer(text, 0, stop)  # of several headers the last
-    return text[start.end() : stop].strip()
+    """Project Gutenberg's books without the site's headers and footers; other text as it is."""
+    books, at = [], 0
+    while start := GUTENBERG_START.search(text, at):
+        end = GUTENBERG_END.search(text, start.end())
+        at = end.start() if end else len(text)
+        *_, start = GUTENBERG_START.finditer(text, start.start(), at)  # of several headers the last
+        books.append(text[start.end() : at].strip())
+    return "\n\n".join(books) if books else text
 
 
 def unwrap(text):

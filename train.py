@@ -184,6 +184,10 @@ def micro_batches(recipe):
     return n_micro
 
 
+def time_written(path):
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 def start_log(out, step, data):
     """Drop log lines after the checkpoint's step; copy the tokenizer beside the run."""
     lines = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step]
@@ -251,7 +255,8 @@ def main(argv=None):
 
     # the recipe: that of the run in --out, or of one to start from, or a preset, with the flags
     model, start, about, state = None, None, {}, {"step": 0}
-    if (out / "checkpoint.pt").exists():
+    written = time_written(out / "checkpoint.pt")
+    if written:
         if not args.resume:
             raise Refused(f"{out} already holds a run; --resume it or choose another --out")
         model, about, state = load_run(out, device)
@@ -325,6 +330,8 @@ def main(argv=None):
     first = common.rank() == 0
     with bar, common.lock(out) if first else nullcontext(), StopSignal() as stop_signal:
         if first:
+            if time_written(out / "checkpoint.pt") != written:
+                raise Refused(f"another command has written to {out} since this one was started")
             start_log(out, step, data)
         batch = batches.batch(step, device)
         while step < stop_at and not stop:

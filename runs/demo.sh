@@ -9,20 +9,27 @@
 #
 # Ctrl-C saves all that runs. Started again, it skips what is finished and continues what is not.
 set -euo pipefail
-out=runs_out/tiny text=tiny passkey=tiny_passkey kinds="text passkey"
+out="" text=tiny passkey=tiny_passkey kinds="text passkey"
 while [ $# -gt 0 ]; do
     case $1 in
         --text) kinds=text ;;
-        --quick) text=quick passkey=quick_passkey out=runs_out/quick ;;
-        --out) out=$(realpath -m "${2:?it needs a folder}") && shift ;;
+        --quick) text=quick passkey=quick_passkey ;;
+        --out) : "${2:?--out needs a folder}" && out=$(realpath -m "$2") && shift ;;
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
         *) echo "error: there is no $1; see bash runs/demo.sh --help" >&2 && exit 1 ;;
     esac
     shift
 done
+out=${out:-runs_out/$text}
 . "$(dirname "$0")/setup.sh"
 install requirements.txt
 install paper/requirements.txt
+
+mkdir -p "$out"
+if [ "$(cat "$out/preset" 2> /dev/null || echo "$text")" != "$text" ]; then
+    echo "error: $out holds the demo of another size; choose another --out" >&2 && exit 1
+fi
+echo "$text" > "$out/preset"
 
 # The data: State of the Union addresses, as bytes, and in tokens of several letters.
 python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"

@@ -47,6 +47,11 @@ trap stop INT TERM HUP
 
 # The data: from the hub, or a local folder of text, or one that prepare_data.py has written.
 out=runs_out/${size}_$where && mkdir -p "$out"
+asked="$data, passkeys: $task_share"
+if [ "$(cat "$out/asked" 2> /dev/null || echo "$asked")" != "$asked" ]; then
+    echo "error: $out is of $(cat "$out/asked"), not $asked; move it away" >&2 && exit 1
+fi
+echo "$asked" > "$out/asked"
 declare -A sources=([gutenberg]="gutenberg --unwrap --shards 2" [c4]="c4 --shards 0-3")
 if [ -e "$data/meta.json" ]; then
     ln -sfn "$data" "$out/data"

@@ -422,6 +422,15 @@ def test_gutenberg_header_and_footer_are_cut(start, end):
     assert strip_gutenberg(whole) == "Chapter I.\n*** not the end ***\nText."
 
 
+def test_books_in_one_file_are_all_kept_and_blank_lines_cost_nothing():
+    start, end = GUTENBERG[0]
+    whole = "".join(f"The Project Gutenberg EBook\n{BOOK.format(start, end)}\n" for _ in range(3))
+    assert strip_gutenberg(whole) == "\n\n".join(["Chapter I.\n*** not the end ***\nText."] * 3)
+    before = time.monotonic()
+    strip_gutenberg(start + "\n" * 100_000)
+    assert time.monotonic() - before < 5
+
+
 def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path):
     line = "It is a truth universally acknowledged, that a man in possession"
     prose = f"CHAPTER I.\n\n{line}\n{line}\nof a good fortune.\n\n{line}\nends."

@@ -255,7 +255,7 @@ def test_list_and_refusals(capsys, tmp_path):
 def test_dry_run_counts_what_is_left(capsys, tmp_path):
     paper.main(["figure1", "--seeds", "2", "--dry-run", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "16 of 16 jobs" in printed and "16 models of 32,768,000 tokens" in printed
+    assert "16 of 16 jobs" in printed and "16 models of 40,960,000 tokens" in printed
     assert "GB of disk" in printed and "hours on this machine" in printed
     assert not list(tmp_path.iterdir())
 

@@ -795,3 +795,20 @@ def test_compiling_without_a_compiler_is_refused(data_folder, tmp_path, monkeypa
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
     argv = ["--data", data_folder, "--out", tmp_path / "x", "--compile"]
     refuses(train.main, argv, "needs a C++ compiler")
+
+
+def test_a_run_that_another_command_has_written_meanwhile_is_not_overwritten(
+    data_folder, tmp_path, monkeypatch
+):
+    """It finishes between the look at --out and the lock."""
+    out, make_folder = tmp_path / "run", common.make_folder
+
+    def late(path):
+        monkeypatch.setattr(common, "make_folder", make_folder)
+        run_training(data_folder, out, "--pos=rope")
+        return make_folder(path)
+
+    monkeypatch.setattr(common, "make_folder", late)
+    argv = ["--data", data_folder, "--out", out, *TRAIN_FLAGS, "--pos=nope"]
+    refuses(train.main, argv, "another command has written to")
+    assert load_checkpoint(out)[0].config.pos == "rope"
