@@ -99,6 +99,13 @@ def number(kind, low, high):
     return parse
 
 
+def path(text):
+    """A type for argparse: a Path that has a name."""
+    if not text:
+        raise argparse.ArgumentTypeError("must have a name")
+    return Path(text)
+
+
 positive_int = number(int, 1, 10**15)
 seed_int = number(int, 0, 2**63 - 1)
 

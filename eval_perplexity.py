@@ -27,9 +27,9 @@ def main(argv=None):
     add("--data", help="data folder whose validation split is read, if not the one trained on")
     add("--max_tokens", type=positive_int, help="validation tokens to read; else the recipe's")
     args = parser.parse_args(argv)
-    out, asked = evaluation.result_file(args, "perplexity"), dict(read_tokens=args.max_tokens)
-    model, trained = evaluation.load_for_evaluation(args, lengths=args.lengths, **asked)
-    recipe = model.config
+    asked = dict(lengths=args.lengths, read_tokens=args.max_tokens)
+    model, trained = evaluation.load_for_evaluation(args, **asked)
+    recipe, out = model.config, evaluation.result_file(args, "perplexity")
     data = TokenData(args.data or recipe.data, "val")
     if data.tokenizer_id() != recipe.tokenizer:
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"

@@ -178,13 +178,12 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             with sdpa_kernel(NO_PLANS):
                 logits = self(idx, positions=[-1])[:, 0].float()  # (B, vocab_size)
-            if temperature == 0:
+            if temperature < 1e-6:  # by less logits would overflow
                 next_token = logits.argmax(dim=-1, keepdim=True)
             else:
                 if top_k is not None:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -float("inf"))
-                logits = logits - logits.max(dim=-1, keepdim=True).values  # a tiny one overflows
                 probs = F.softmax(logits / temperature, dim=-1)
                 next_token = torch.multinomial(probs, num_samples=1, generator=generator)
             idx = torch.cat((idx, next_token), dim=1)

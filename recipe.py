@@ -317,7 +317,8 @@ class Keywords(argparse.Action):
     """["sigma=0.4", "variant=paper"] of a flag -> {"sigma": 0.4, "variant": "paper"}."""
 
     def __call__(self, parser, namespace, pairs, flag=None):
-        setattr(namespace, self.dest, parse_keywords(flag, pairs))
+        before = getattr(namespace, self.dest, {})
+        setattr(namespace, self.dest, before | parse_keywords(flag, pairs))
 
 
 def flag_words(name, value):

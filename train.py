@@ -23,7 +23,6 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -119,7 +118,12 @@ def parse_args(argv):
 
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--out", required=True, type=Path, help="folder of the run, for example runs_out/fope")
+    add(
+        "--out",
+        required=True,
+        type=common.path,
+        help="folder of the run, for example runs_out/fope",
+    )
     add("--resume", action="store_true", help="continue the run in --out, or start it")
     add("--stop_at", type=positive_int, help="save and stop after this step, as Ctrl-C would")
     common.add_device_flag(parser)

@@ -153,7 +153,8 @@ def figure_length(results, measure="perplexity"):
             unique = dict(zip(labels[::-1], handles[::-1], strict=True))
             place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
             place |= dict(framealpha=1, edgecolor="none")
-            legend = ax.legend([unique[label] for label in by_label], by_label, **place)
+            shown = [label.replace("$", r"\$") for label in by_label]  # or it would be TeX
+            legend = ax.legend([unique[label] for label in by_label], shown, **place)
             legend.set_zorder(1.5)  # the dotted line ends at it, markers at its rim do not
     n_text = sum(not is_task(kind) for kind in results)  # the first panels
     if n_text and measure == "perplexity":
@@ -196,7 +197,7 @@ def figure_heat(by_label, by):
         lengths = common_lengths(results)
         grid = (depth_grid if by == "depth" else distance_grid)(results, lengths)
         image = ax.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        ax.set_title(label, fontsize=11)
+        ax.set_title(label.replace("$", r"\$"), fontsize=11)
         ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], rotation=45)
         ax.set_xlabel("length (tokens)")
     if by == "depth":

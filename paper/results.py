@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import recipe_fields
+from recipe import MAY_CHANGE, recipe_fields
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -27,6 +27,7 @@ NAMES = {
     "fire": "FIRE",
     "rope_a": "RoPE-A",
 }
+MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
 TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accuracy")
 
 # --- reading
@@ -42,6 +43,8 @@ def load_results(paths):
     for path in paths:
         content = read_json(path, kind=dict | list)
         every += [(r, path) for r in (content if isinstance(content, list) else [content])]
+    if not every:
+        raise Refused(f"there is no result in {', '.join(map(str, paths))}")
     for result, path in every:
         check_result(result, path)
     corpora = {corpus_of(r) for r, _ in every if not is_task(r["kind"])}
@@ -92,6 +95,12 @@ def check_together(by_kind):
             raise Refused("losses per byte and losses per token cannot be compared")
         if not common_lengths(results):
             raise Refused(f"these {kind} results have no length in common")
+        for label, seeds in by_kind[kind].items():
+            first, *others = (r["recipe"] for r in seeds)
+            for name in {name for other in others for name in other if name not in MAY_DIFFER}:
+                if len({str(recipe.get(name)) for recipe in (first, *others)}) > 1:
+                    what = f"the seeds of {label} differ in {name}"
+                    raise Refused(f"{what}; tell them apart by --label")
 
 
 def is_task(kind):

@@ -188,5 +188,26 @@ def test_without_depths_there_is_no_figure_of_them(tmp_path):
     assert [p.name for p in tmp_path.glob("*.png")] == ["fig.png"]
 
 
+def test_labels_are_text_in_a_figure(tmp_path):
+    path = result_file(tmp_path, "passkey", "rope", 0, 1.0)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"label": r"$\frac{1}$ $$"}))
+    plot.main([str(path), "--out", str(tmp_path / "fig"), "--depth"])
+    assert (tmp_path / "fig.png").exists()
+
+
+def test_seeds_of_several_recipes_are_not_averaged(tmp_path):
+    files = [result_file(tmp_path, "perplexity", "rope", seed, 1.0) for seed in range(2)]
+    refuses(plot.main, [write_empty(tmp_path), "--out", tmp_path / "fig"], "there is no result in")
+    result = json.loads(files[1].read_text())
+    files[1].write_text(json.dumps(result | {"training": {"lr": 0.5}}))
+    words = "the seeds of RoPE differ in lr; tell them apart"
+    refuses(plot.main, [*files, "--out", tmp_path / "fig"], words)
+
+
+def write_empty(folder):
+    (folder / "empty.json").write_text("[]")
+    return folder / "empty.json"
+
+
 def test_labels_are_text_in_a_page():
     assert "<b>" not in tables.html_tables("| a | b |\n|---|--:|\n| <b>x</b> | 1 |")

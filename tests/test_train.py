@@ -812,3 +812,11 @@ def test_a_run_that_another_command_has_written_meanwhile_is_not_overwritten(
     argv = ["--data", data_folder, "--out", out, *TRAIN_FLAGS, "--pos=nope"]
     refuses(train.main, argv, "another command has written to")
     assert load_checkpoint(out)[0].config.pos == "rope"
+
+
+def test_keywords_may_be_given_by_several_flags_and_a_folder_needs_a_name(data_folder, tmp_path):
+    argv = ["--out", "x", "--pos_args", "sigma=0.1", "--pos_args", "cap=false", "n_table=1"]
+    _, given = train.parse_args(argv)
+    assert given["pos_args"] == {"sigma": 0.1, "cap": False, "n_table": 1}
+    refuses(train.main, ["--data", data_folder, "--out", ""], "must have a name")
+    refuses(prepare_data.main, ["--source", "sotu", "--out", ""], "must have a name")
