@@ -150,7 +150,7 @@ def lock(folder):
         fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for half in Path(folder).glob("*.tmp"):
+        for half in Path(folder).glob(f"*.{'[0-9a-f]' * 8}.tmp"):  # of write_atomically
             half.unlink()
         yield
     except BlockingIOError:

@@ -222,3 +222,10 @@ def test_processes_on_gpus_reduce_tensors_of_the_cpu_too(monkeypatch):
     assert seen == [1, "cpu:gloo,cuda:nccl"]
     for device in ("cuda:0", "mps"):
         refuses(lambda argv: common.init_distributed(argv[0]), [device], "--device")
+
+
+def test_the_lock_removes_what_we_left_half_written_and_nothing_else(tmp_path):
+    for name in ("thesis.tmp", "checkpoint.pt.0123abcd.tmp"):
+        (tmp_path / name).write_text("x")
+    with common.lock(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tmp"]
