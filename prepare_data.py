@@ -360,12 +360,7 @@ def parse_args(argv):
     known = "byte, bpe:N, trained on the training text, gpt2, or a data folder that has one; "
     known += "if not given bpe:2048, for less than 1 MB of text byte, for the hub's gpt2"
     add("--tokenizer", help=known)
-    add(
-        "--out",
-        required=True,
-        type=common.path,
-        help="folder for the shards, for example data/sotu",
-    )
+    add("--out", required=True, type=common.path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
     if "" in args.source:

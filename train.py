@@ -118,12 +118,7 @@ def parse_args(argv):
 
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
-    add(
-        "--out",
-        required=True,
-        type=common.path,
-        help="folder of the run, for example runs_out/fope",
-    )
+    add("--out", required=True, type=common.path, help="folder of the run, such as runs_out/fope")
     add("--resume", action="store_true", help="continue the run in --out, or start it")
     add("--stop_at", type=positive_int, help="save and stop after this step, as Ctrl-C would")
     common.add_device_flag(parser)

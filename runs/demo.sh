@@ -44,6 +44,11 @@ stop() {
     echo "stopped, all is saved; the same command continues" && exit 130
 }
 trap stop INT TERM
+check() { # all of a group have a result, or the end of the log says why not
+    for pos in $group; do
+        [ -s "$out/$1/${pos}_s0/$2" ] || { tail -n 3 "$out/$1/${pos}_s0.log" >&2 && exit 1; }
+    done
+}
 groups=("rope fope" "nope alibi")
 if [ "$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then groups=("rope fope nope alibi"); fi
 
@@ -60,6 +65,7 @@ for group in "${groups[@]}"; do
         ) > "$run.log" 2>&1 &
     done
     wait
+    check text perplexity.json
 done
 python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
 if [ "$kinds" = text ]; then exit; fi
@@ -76,5 +82,6 @@ for group in "${groups[@]}"; do
         ) > "$run.log" 2>&1 &
     done
     wait
+    check passkey passkey.json
 done
 python -m paper.plot "$out"/*/*_s0/p*y.json --out "$out/figure1" --depth
