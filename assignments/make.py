@@ -1,57 +1,121 @@
 """
-Write a starter copy of the project: the functions of the six exercises without their bodies,
-everything else as it is.
+Write a starter: the project without the functions that students write, their sheets and checks.
 
-    python assignments/make.py ~/starter
-    python assignments/make.py ~/solution --solution        with the bodies: full marks
+    python assignments/make.py starter
 
-The copy is made from the project's files at this moment. Hand it out; grade.py grades what comes
-back.
+It is made from the project's files at this moment. grade.py grades what comes back.
 """
 
+import ast
+import json
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-from exercises import EXERCISES, ROOT, reference, remove_body
+import child
+import torch
+from checks import CHECKS, FILES, ROOT, Pair
+from mine import MyEmbedding
 
+import evaluation
+import fope
 from common import ArgumentParser, Refused, one_sentence_errors
 
-# Of the results the figures, of this folder the students' pages, no tests of what is left out.
-HANDED_OUT = ["*.py", "*.md", "*.toml", "*.txt", "LICENSE", "runs/*.sh", "tests/*.py"]
-HANDED_OUT += ["experiments/*.py", "experiments/*.ipynb", "assignments/[1-6].md"]
-HANDED_OUT += ["paper/*.py", "paper/*.txt"]
-HANDED_OUT += ["results/*.png", "results/mechanism/*.png"]
-LEFT_OUT = [f"tests/test_{name}.py" for name in ("assignments", "paper", "readme")]
+HERE = Path(__file__).resolve().parent
+# {exercise: what is to be written in its file}
+TO_WRITE = {
+    1: ["rope_freqs", "rotation_tables", "apply_rotation"],
+    2: ["alibi_slopes", "ALiBi.scores", "ALiBi.attend"],
+    3: ["above_floor"],
+    4: ["fourier_tables", "FoPE.identity", "FoPE.draw_noise"],
+    5: ["task_accuracy"],
+    6: ["MyEmbedding"],
+}
+# what else would show a solution
+HIDDEN = {"fope.py": ["ALiBi.with_bias", "EXAMPLE"], "baselines.py": ["FoPERelative"]}
+
+HANDED_OUT = ["*.py", "LICENSE", "requirements.txt", "runs/setup.sh", "runs/demo.sh"]
+HANDED_OUT += ["paper/*.py", "paper/requirements.txt", "assignments/[1-7].md"]
+HANDED_OUT += [f"assignments/{name}.py" for name in ("grade", "checks", "child")]
+HANDED_OUT += ["results/figure1.png", "results/mechanism/*e*.png"]
 
 
-def exercise_files(solution):
-    """{path: text} of the files that exercises change, with or without the functions to write."""
-    texts = {}
-    for number, (_, functions, _) in EXERCISES.items():
-        for file, names in functions.items():
-            texts.setdefault(file, reference(file))
-            for name in [] if solution else names:
-                texts[file] = remove_body(texts[file], name, number)
-    return texts
+def find(text, name):
+    """The ast node of a function, a class, Class.method, or a constant."""
+    node = ast.parse(text)
+    for part in name.split("."):
+        names = {getattr(n, "name", None) or ast.unparse(n).split(" ")[0]: n for n in node.body}
+        node = names[part]
+    return node
+
+
+def remove_body(text, name, exercise):
+    """`text` with the body of `name` removed: signature and docstring stay, and raise an error."""
+    node, lines = find(text, name), text.split("\n")
+    indent = " " * node.body[0].col_offset
+    stub = [f'{indent}raise NotImplementedError("exercise {exercise}: {name} is yours to write")']
+    if isinstance(node, ast.ClassDef):
+        stub = ["", f"{indent}def rotate(self, q, k):", f"    {stub[0]}"]
+    start = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+    lines[start : node.end_lineno] = stub
+    return "\n".join(lines)
+
+
+def starter_text(path):
+    """One of the project's files without solutions."""
+    text = path.read_text(encoding="utf-8")
+    for name in HIDDEN.get(path.name, []):
+        node, lines = find(text, name), text.split("\n")
+        text = "\n".join(lines[: node.lineno - 1]).rstrip() + "\n"
+        text += "\n".join(lines[node.end_lineno :])
+    for exercise, names in TO_WRITE.items():
+        for name in names if FILES[exercise] == path.name else []:
+            text = remove_body(text, name, exercise)
+    if path.name == "baselines.py":
+        text = text.replace(', "fope_relative": FoPERelative', "")
+        text += "\nimport mine  # noqa: E402, F401\n"
+    return text
+
+
+def write_files(folder, patterns):
+    """The project's files, those at its root without solutions, and mine.py beside them."""
+    for path in [HERE / "mine.py", *(p for pattern in patterns for p in ROOT.glob(pattern))]:
+        file = folder / (path.relative_to(ROOT) if path != HERE / "mine.py" else path.name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.parent == folder and file.suffix == ".py":
+            file.write_text(starter_text(path), encoding="utf-8")
+        else:
+            shutil.copy(path, file)
+
+
+def record_answers(seed):
+    """What the project's functions give, for each check in the order in which it asks."""
+    answers = {"seed": seed}
+    for exercise, _, name, _, function in CHECKS:
+        replies = answers[f"{exercise} {name}"] = []
+        project = evaluation if FILES[exercise] == "evaluation.py" else fope
+
+        def right(*question, project=project, replies=replies):
+            text = json.dumps(child.call(project, *question), default=child.encode)
+            replies.append(json.loads(text, object_hook=child.decode))
+            return replies[-1]
+
+        mine = SimpleNamespace(MyEmbedding=MyEmbedding)
+        Pair(partial(child.call, mine if exercise == 6 else project), right, seed).run(function)
+    return answers
 
 
 def main(argv=None):
     parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", help="a new or empty folder")
-    parser.add_argument("--solution", action="store_true", help="keep the functions")
+    parser.add_argument("folder", type=Path, help="a new or empty folder")
     args = parser.parse_args(argv)
-    out = Path(args.folder)
-    if out.exists() and any(out.iterdir()):
-        raise Refused(f"{out} is not empty; choose another folder")
-    texts = exercise_files(args.solution)
-    for path in sorted(path for pattern in HANDED_OUT for path in ROOT.glob(pattern)):
-        file = str(path.relative_to(ROOT))
-        (out / file).parent.mkdir(parents=True, exist_ok=True)
-        if file in texts:
-            (out / file).write_text(texts[file], encoding="utf-8")
-        elif file not in LEFT_OUT:
-            shutil.copy(path, out / file)
-    print(f"wrote {out}; start with {out}/assignments/1.md")
+    if args.folder.exists() and any(args.folder.iterdir()):
+        raise Refused(f"{args.folder} is not empty; choose another folder")
+    write_files(args.folder, HANDED_OUT)
+    shutil.copy(HERE / "starter.md", args.folder / "README.md")
+    torch.save(record_answers(seed=0), args.folder / "assignments" / "answers.pt")
+    print(f"wrote {args.folder}; its README.md says how to start")
 
 
 if __name__ == "__main__":
