@@ -133,8 +133,10 @@ def read_submission(path):
             found = [(file, read_file(path)) for file in files if path.name.endswith(file)]
     except Exception as e:  # whatever a foreign file makes zipfile or the system raise
         raise Refused(f"it cannot be read: {e!r}") from None
-    if not found or any(len(text) > MOST for _, text in found):
-        raise Refused(f"it has none of {', '.join(files)}, or a file of more than {MOST:,} bytes")
+    if not found:
+        raise Refused(f"it has none of {', '.join(files)}")
+    if any(len(text) > MOST for _, text in found):
+        raise Refused(f"a file in it has more than {MOST:,} bytes")
     return dict(reversed(found))  # of several the one that is least deep
 
 
@@ -202,7 +204,7 @@ def as_csv(scores):
         parts = by_exercise(tests)
         if not out.tell():
             table.writerow(["student", "points", *(f"exercise {n}" for n, _ in parts), "reasons"])
-        reasons = [f"{t['number']} {t['name']}: {t['output']}" for t in tests if t["output"]]
+        reasons = dict.fromkeys(f"{t['number']}: {t['output']}" for t in tests if t["output"])
         each = [points(some) for _, some in parts]
         table.writerow([student, points(tests), *each, " | ".join(reasons)])
     return out.getvalue().rstrip()

@@ -661,7 +661,7 @@ def test_formats():
     assert json.loads(grade.as_json(scores))["ada"] == {"points": 5, "tests": TESTS}
     rows = [*csv.reader(grade.as_csv(scores).splitlines())]
     assert rows[0] == ["student", "points", "exercise 1", "exercise 3", "reasons"]
-    assert rows[1] == ["ada", "5", "3", "2", "3 floor: =Keep, all (x)"]
+    assert rows[1] == ["ada", "5", "3", "2", "3: =Keep, all (x)"]
     assert json.loads(grade.as_gradescope({"ada": TESTS})) == {"tests": TESTS}
 
 
