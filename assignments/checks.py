@@ -86,8 +86,8 @@ FREQS = torch.tensor([1.0, 0.6, 0.2, 0.05, 2.9, 0.003])
 
 def series(the, coef, n_pairs, sin_pad, T):
     """fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
-    tables = the.right("rotation_tables", FREQS, 256)
-    return "series", *tables, FREQS, coef(3, 6, 5), coef(3, 6, 5), n_pairs, sin_pad, T
+    cos, sin = the.right("rotation_tables", FREQS, T)
+    return "fourier_tables", cos, sin, coef(3, 6, 5), coef(3, 6, 5), n_pairs, sin_pad
 
 
 def accuracy(wrong, *keys, trials=24, seed=3, training=False):

@@ -280,11 +280,10 @@ def above_floor(freqs, train_len):
     return torch.stack([w for w in freqs if 2 * math.pi / w <= train_len])
 """),
     "einsum": (4, """
-def fourier_tables(freqs, cos_coef, sin_coef, n_pairs, sin_pad, T):
-    cos, sin = rotation_tables(freqs, T)
+def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     cos = torch.einsum("td,hdk->htk", cos, cos_coef)
     sin = torch.einsum("td,hdk->htk", sin, sin_coef)
-    one = torch.ones(cos.size(0), T, n_pairs - cos.size(2))
+    one = torch.ones(cos.size(0), cos.size(1), n_pairs - cos.size(2))
     return torch.cat((cos, one), -1), torch.cat((sin, sin_pad * one), -1)
 
 def identity(self, D, K):
@@ -303,14 +302,13 @@ def draw_noise(self, D, K):
 FoPE.identity, FoPE.draw_noise = identity, draw_noise
 """),
     "without the tables": (4, """
-def fourier_tables(freqs, cos_coef, sin_coef, n_pairs, sin_pad, T):
-    angles = torch.arange(T)[:, None] * freqs
-    n_head, D, K = cos_coef.shape
-    cos, sin = torch.ones(n_head, T, n_pairs), torch.full((n_head, T, n_pairs), float(sin_pad))
+def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
+    T, (n_head, D, K) = len(cos), cos_coef.shape
+    c, s = torch.ones(n_head, T, n_pairs), torch.full((n_head, T, n_pairs), float(sin_pad))
     for h in range(n_head):
-        cos[h, :, :K] = angles.cos() @ cos_coef[h]
-        sin[h, :, :K] = angles.sin() @ sin_coef[h]
-    return cos, sin
+        c[h, :, :K] = cos @ cos_coef[h]
+        s[h, :, :K] = sin @ sin_coef[h]
+    return c, s
 
 class FoPE(FoPE):
     def stride(self, K):
