@@ -401,9 +401,12 @@ def write_shards(args, sources, encoding, progress):
         groups = enumerate(group_documents(split_documents(files, val_frac, args.unwrap)))
         to_do = ((n, s, texts) for n, (s, texts) in groups if n >= writers[s].next_group)
         for n, split, n_documents, tokens in encode_groups(to_do, encoding):
-            if train.tokens >= max_tokens and n >= train.next_group and val_frac < 1:
+            enough = train.tokens >= max_tokens and n >= train.next_group and val_frac < 1
+            if enough and (writers["val"].tokens or not val_frac):
                 break
             if split == "train":
+                if enough:  # and go on to text for validation
+                    continue
                 tokens = tokens[: max_tokens - train.tokens]
             writers[split].add(n, n_documents, tokens)
             bar.update(len(tokens))

@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 
 import torch
@@ -355,7 +355,8 @@ def main(argv=None):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            bar.update(tokens_per_step)
+            with suppress(BrokenPipeError):  # Ctrl-C ends a `| tee`, too
+                bar.update(tokens_per_step)
 
             # log, now and then with the validation loss
             validate = step % recipe.eval_every == 0 or step == n_steps

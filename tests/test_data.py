@@ -255,6 +255,13 @@ def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+def test_max_tokens_of_one_text_leave_some_of_it_for_validation(tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 50_000)
+    argv = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--max_tokens", 1000]
+    out = prepare(tmp_path / "out", *argv)
+    assert len(TokenData(out, "train")) == 1000 and len(TokenData(out, "val")) > 10_000
+
+
 # --- batches
 
 

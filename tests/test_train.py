@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -243,6 +245,19 @@ def test_a_signal_from_outside_finishes_the_step_and_saves(data_folder, tmp_path
     assert process.returncode == 128 + number
     step = weights(out)["step"]
     assert step >= 3 and f"stopped at step {step:,}" in output and "--resume" in output
+
+
+def test_a_dead_reader_of_the_bar_does_not_cost_the_checkpoint(
+    data_folder, checkpoint, tmp_path, monkeypatch
+):
+    """Ctrl-C in `train.py 2>&1 | tee log` ends tee, too."""
+    read_end, write_end = os.pipe()
+    monkeypatch.setattr(sys, "stderr", open(write_end, "w"))  # noqa: SIM115
+    bar = partial(train.tqdm, mininterval=0)
+    monkeypatch.setattr(train, "tqdm", lambda **kwargs: (bar(**kwargs), os.close(read_end))[0])
+    with pytest.raises(BrokenPipeError):
+        run_training(data_folder, tmp_path)
+    assert same(weights(tmp_path), weights(checkpoint))
 
 
 def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
