@@ -78,8 +78,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 class ArgumentParser(argparse.ArgumentParser):
+    """--help begins with a script's docstring, whose examples say how it is called."""
+
     def __init__(self, doc, **kwargs):
-        kwargs |= dict(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+        kwargs |= dict(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False)
+        kwargs |= dict(formatter_class=HelpFormatter)
         super().__init__(**kwargs)
 
     def error(self, message):

@@ -1,7 +1,7 @@
 """
 Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with torchrun on many.
 
-    two minutes on a CPU, on text prepared with --tokenizer byte
+    three minutes on a CPU, on text prepared with --tokenizer byte
         python train.py --data data/bytes --pos fope --out runs_out/fope
     the paper's recipe; with torchrun --nproc_per_node=4 in place of python on four GPUs
         python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
@@ -260,6 +260,9 @@ def main(argv=None):
             raise Refused(f"{out} already holds a run; --resume it or choose another --out")
         model, about, state = load_run(out, device)
         recipe = resumed_recipe(model.config, given, out)
+        if state["step"] == recipe.n_steps:
+            print(f"{out} is done already: {recipe.n_steps:,} steps")
+            return
     elif "init_from" in given:
         start, _, _ = load_run(given["init_from"])
         recipe = start.config.going_on(**given)

