@@ -246,21 +246,20 @@ And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding. The pairs are multiplied by fourier_tables, which also stretch: a
-    sum of waves leaves the unit circle.
+    Fourier Position Embedding: of the head_dim/2 pairs K turn, and follow fourier_tables over D
+    frequencies. These tables also stretch: a sum of waves leaves the unit circle.
 
     The floor is that of the TRAINING length and stays when a longer text is read. floor=256 is the
     floor of 256 tokens, floor=False keeps all frequencies. CF alone is sigma=0. FS alone is
     floor=False, and needs a larger sigma for the same noise.
 
-    freqs (D,): the n_kept RoPE frequencies above the floor, largest first, then random ones,
-    uniform in [0, pi] (under the floor, too), up to n_freq.
-    cos_coef, sin_coef (n_table, D, K): drawn once from torch's global generator, independently for
-    each table and for cos and sin; never trained, but saved. sigma is the size of the noise; the
-    paper's text calls it a variance.
+    freqs (D,): the n_kept RoPE frequencies above the floor, largest first. n_freq asks for more, as
+    the paper's Table 3 does (D = 64) and its code does not: these are random, uniform in [0, pi].
+    cos_coef, sin_coef (n_table, D, K): weight 1 on a pair's own frequency, noise on all. Drawn once
+    from torch's global generator, for each table, for cos and for sin; never trained, but saved.
 
-    variant="released" is the authors' repository, from which the paper's numbers come; there D is
-    the number of kept frequencies, in the paper's Table 3 it is 64. "paper" is the equations.
+    variant="paper" is the equations. "released" is the authors' repository, from which the paper's
+    numbers come.
 
                         "released"                            "paper"
         K               min(n_kept, head_dim/4)               n_kept
@@ -269,12 +268,13 @@ class FoPE(RoPE):
         own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
         sin_pad         1                                     0
 
+    The noise: sigma 0.3 is a real std of 0.022 in the released 60M model. The paper's text calls
+    sigma a variance.
     sin_pad 1 turns the constant pairs by 45 degrees and stretches them by sqrt(2), q and k alike:
-    their term in q.k doubles. It belongs to the model: with another, trained weights are read
-    wrongly.
-    Where head_dim/4 cuts, s is 2, and the series after the last own weight are of noise alone:
-    close to 0, so that their pairs all but drop out of q.k. cap=False removes the limit. It is for
-    a model that was trained with RoPE: each frequency stays on the pair that has learned it.
+    their term in q.k doubles. Weights trained with one sin_pad are read wrongly with another.
+    K under n_kept: s is 2, and the series after the last own weight are of noise alone, close to 0,
+    so that their pairs all but drop out of q.k. cap=False removes this limit. It is for a model
+    that was trained with RoPE: each frequency stays on the pair that has learned it.
     n_table: the number of tables, by default one a head. With fewer, n_head / n_table neighbouring
     heads share one, as the queries of a key head do in a grouped model.
 
@@ -331,8 +331,8 @@ class FoPE(RoPE):
         noise = torch.empty(self.n_table, D, K)
         if self.variant == "paper":
             return nn.init.normal_(noise, std=self.sigma)
-        # In three dimensions xavier counts D K as fan-in and n_table K as fan-out, as if for a
-        # convolution: 0.022 for the 60M model's sigma of 0.3.
+        # in three dimensions xavier counts D K as fan-in and n_table K as fan-out, as if for a
+        # convolution
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
