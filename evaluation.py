@@ -16,7 +16,7 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from recipe import MAY_CHANGE, parse_lengths, recipe_fields
+from recipe import parse_lengths
 
 DEPTH_BINS = 10
 
@@ -202,26 +202,20 @@ def load_for_evaluation(args, **asked):
     return model.to(device), trained
 
 
-def result_file(args, kind, recipe):
-    """
-    Where the result goes, checked now and not after the work: it may replace a result of this kind
-    alone, of this model.
-    """
+def result_file(args, kind):
+    """Where the result goes, checked now and not after the work: it may replace a result alone."""
     out = args.out or Path(args.run) / f"{kind}.json"
-    if out.exists() and not (out.is_file() and is_result(out, kind, recipe)):
-        raise Refused(f"{out} is there already and is no {kind} result of this model")
+    if out.exists() and not (out.is_file() and is_result(out)):
+        raise Refused(f"--out {out} is there already and is no result")
     common.make_folder(out.parent)
     return out
 
 
-def is_result(path, kind, recipe):
+def is_result(path):
     try:
-        was = common.read_json(path)
+        return {"kind", "lengths"} <= common.read_json(path).keys()
     except Refused:
         return False
-    may_differ = (*MAY_CHANGE, "rope_scaling")  # another try of the same model
-    model = {k: v for k, v in recipe_fields(was).items() if k not in may_differ}
-    return was.get("kind") == kind and model.items() <= asdict(recipe).items()
 
 
 def evaluate_lengths(model, evaluate):

