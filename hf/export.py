@@ -108,8 +108,8 @@ def main(argv=None):
     parser.add_argument("run", metavar="RUN", help="a folder that train.py wrote")
     parser.add_argument("--out", required=True, type=Path, help="folder for the exported model")
     args = parser.parse_args(argv)
-    if args.out.is_dir() and any(args.out.iterdir()):
-        raise Refused(f"--out {args.out} is not empty; choose another folder")
+    if (args.out / "checkpoint.pt").exists():
+        raise Refused(f"--out {args.out} is a run: its config.json would be lost")
     model, _, _ = load_run(args.run)
     tokenizer = load_tokenizer(model.config.tokenizer, args.run)
     llama = to_llama(model, tokenizer)
