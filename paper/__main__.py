@@ -246,6 +246,7 @@ def main(argv=None):
     add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
     add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
+    add("--gather", action="store_true", help="train nothing, draw what is done")
     common.add_device_flag(parser)
     add("--primary", action="store_true", help="compare what was named beforehand, in --results")
     args = parser.parse_args(argv)
@@ -273,9 +274,12 @@ def main(argv=None):
     start = time.time()
     stop_on_signals()
     try:
-        prepare_data(figure, args)
         jobs = jobs_of(figure, args)
-        run_jobs(jobs, args)
+        if args.gather:
+            jobs = [job for job in jobs if job.done()]
+        else:
+            prepare_data(figure, args)
+            run_jobs(jobs, args)
     except KeyboardInterrupt:
         print("stopped, all that ran is saved; the same command continues", file=sys.stderr)
         sys.exit(130)
@@ -286,7 +290,7 @@ def main(argv=None):
     result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
     common.write_json(result, gathered)
     results = load_results([result])
-    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth)
+    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, figure.message)
     print(tables.markdown_table(results, figure.measure))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")

@@ -44,6 +44,7 @@ class Figure:
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw tasks by depth, too
+    message: str = ""  # what it says, above it: written when the results are there
 
 
 @dataclass

@@ -3,7 +3,7 @@ Results to figures and Markdown tables.
 
     python -m paper.plot results/figure1.json                         results/figure1.png, its table
     python -m paper.plot runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
-    python -m paper.plot --tables README.md results/README.md docs/index.html   their tables, anew
+    python -m paper.plot --tables README.md results/*.md docs/index.html       their tables, anew
 
 Seeds of one label are drawn as their mean, with the standard deviation or each as a dot around it.
 """
@@ -20,7 +20,6 @@ import numpy as np
 import common
 from common import Refused
 from paper.results import (
-    NAMES,
     TASK_MEASURES,
     common_lengths,
     is_task,
@@ -30,26 +29,29 @@ from paper.results import (
     train_len_of,
     unit_of,
 )
-from paper.tables import fill_tables, markdown_table
+from paper.tables import all_tables, fill_tables, markdown_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Okabe and Ito's colours stay apart for colour-blind readers; the markers stay apart in grey.
+# Apart for colour-blind readers, by their lightness, too, and 3 : 1 or more on white; the same in
+# docs/index.html. The markers stay apart in grey.
 STYLES = {
-    "nope": ("#666666", "s"),
-    "alibi": ("#E69F00", "^"),
-    "rope": ("#0072B2", "o"),
-    "fope": ("#D55E00", "D"),
-    "kerple": ("#009E73", "v"),
-    "fire": ("#CC79A7", "P"),
-    "rope_a": ("#56B4E9", "X"),
+    "NoPE": ("#4A4A4A", "s"),
+    "ALiBi": ("#009E73", "^"),
+    "RoPE": ("#1F77C4", "o"),
+    "FoPE": ("#D1480C", "D"),
+    "FoPE, CF alone": ("#6B1F7C", "v"),
+    "KERPLE": ("#8A6D00", "<"),
+    "FIRE": ("#B83280", "P"),
+    "RoPE-A": ("#000000", "X"),
 }
-MORE_STYLES = [("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X"), ("#000000", "*")]
-MORE_STYLES += [("#882255", "<"), ("#332288", ">"), ("#999933", "p"), ("#AA4499", "h")]  # Tol's
-MORE_STYLES += [("#DDCC77", "d"), ("#CC6677", "8")]
+MORE_STYLES = [("#8A6D00", "<"), ("#B83280", "P"), ("#000000", "X"), ("#6B1F7C", "v")]
+MORE_STYLES += [("#00688B", ">"), ("#5C7F00", "p"), ("#A0522D", "h"), ("#7A7A7A", "*")]
 
-FEW = 6  # more lines than these leave no room for the legend, bands and dots
+FEW = 5  # curves are labelled at their ends; more have a legend beside them, no bands and no dots
+PANELS_A_ROW = 2  # more would make text smaller than 10 px in a page that is 838 px wide
+SMALL = 9  # points
 
 # --- figures
 
@@ -59,7 +61,7 @@ def styles(labels):
     {label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones
     for everything else. What goes on from RoPE ("RoPE to FoPE") is dashed, too.
     """
-    fixed = {NAMES[pos]: {"color": colour, "marker": m} for pos, (colour, m) in STYLES.items()}
+    fixed = {name: {"color": colour, "marker": m} for name, (colour, m) in STYLES.items()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
@@ -84,6 +86,35 @@ def draw_lines(ax, by_label, name, style, spread):
                 ax.scatter(x, y, s=10, color=colour, alpha=0.5, lw=0)
 
 
+def label_ends(fig, labelled):
+    """
+    The label of each curve at its right end, moved apart where they would be upon each other.
+    labelled: for each of the axes [(label, last y, colour)].
+    """
+    fig.draw_without_rendering()  # so that positions are known
+    height = 1.15 * SMALL * fig.dpi / 72
+    for ax, curves in labelled.items():
+        ends = [ax.transData.transform((1, y))[1] for _, y, _ in curves]
+        order, places = np.argsort(ends), np.sort(ends)
+        for _ in range(100):  # neighbours push each other
+            push = np.maximum(0, height - np.diff(places)) / 2
+            places[1:] += push
+            places[:-1] -= push
+        for i, place in zip(order, places, strict=True):
+            label, y, colour = curves[i]
+            ax.annotate(
+                label.replace("$", r"\$"),  # or it would be TeX
+                (1, y),
+                (4, (place - ends[i]) * 72 / fig.dpi),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                color=colour,
+                size=SMALL,
+                va="center",
+                annotation_clip=False,
+            )
+
+
 def length_axis(ax, train_len, lengths):
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
@@ -99,7 +130,7 @@ def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     unit = unit_of(next(iter(by_label.values())))
     ax.set_ylabel(f"{name} per {unit} (lower is better)")
     title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
-    ax.set_title(f"{title} ({note})", fontsize=11)
+    ax.set_title(f"{title} ({note})", fontsize=10)
     if measure == "perplexity":  # so that equal losses in nats have equal heights
         ax.set_yscale("log")
         ax.set_ylabel(f"{ax.get_ylabel()}, log axis")
@@ -122,20 +153,25 @@ def task_panel(ax, by_label, task, name, style, note, spread):
     what = f"Whole {task}s" if name == "accuracy" else f"{task.capitalize()} {part}"
     if name == "token_accuracy" and part == "digits":
         ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
-        ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=8)
+        ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=SMALL)
     ax.set_ylim(-0.03, 1.03)
     ax.set_ylabel("share that is right (higher is better)")
-    ax.set_title(f"{what} ({note})", fontsize=11)
+    ax.set_title(f"{what} ({note})", fontsize=10)
 
 
-def figure_length(results, measure="perplexity"):
+def figure_length(results, measure="perplexity", message=""):
     """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
     panels = [(k, n) for k in results for n in (TASK_MEASURES if is_task(k) else (measure,))]
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
-    beside = len(style) > FEW
-    size = (5.2 * len(panels) + 2.4 * beside, 4.2)
-    fig, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for ax, (kind, name) in zip(axes[0], panels, strict=True):
+    beside, columns = len(style) > FEW, min(len(panels), PANELS_A_ROW)
+    rows = -(-len(panels) // columns)
+    legend_rows = -(-len(style) // 3) if beside else 0
+    size = (10.4 if columns > 1 else 7, 4 * rows + 0.25 * legend_rows + 0.4 * bool(message))
+    fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    axes, labelled = axes.flat, {}
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    for ax, (kind, name) in zip(axes, panels, strict=False):
         by_label = results[kind]
         seeds = max(len(rs) for rs in by_label.values())
         note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
@@ -147,18 +183,23 @@ def figure_length(results, measure="perplexity"):
             perplexity_panel(ax, by_label, name, kind, style, note, spread)
         every = [r for rs in by_label.values() for r in rs]
         length_axis(ax, train_len_of(every), sorted({n for r in every for n in r["lengths"]}))
-        # one legend where all panels have the same lines
-        if ax is axes[0, -beside] or list(by_label) != list(results[panels[0][0]]):
-            handles, labels = ax.get_legend_handles_labels()
-            unique = dict(zip(labels[::-1], handles[::-1], strict=True))
-            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if beside else {}
-            place |= dict(framealpha=1, edgecolor="none")
-            shown = [label.replace("$", r"\$") for label in by_label]  # or it would be TeX
-            legend = ax.legend([unique[label] for label in by_label], shown, **place)
-            legend.set_zorder(1.5)  # the dotted line ends at it, markers at its rim do not
+        labelled[ax] = [
+            (label, seed_stats(rs, name)[1][-1], style[label]["color"])
+            for label, rs in by_label.items()
+        ]
     n_text = sum(not is_task(kind) for kind in results)  # the first panels
     if n_text and measure == "perplexity":
-        same_span(axes[0, :n_text])
+        same_span(axes[:n_text])
+    if message:
+        fig.suptitle(message, fontsize=12, fontweight="bold")
+    if beside:
+        handles = {}
+        for ax in labelled:
+            handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+        shown = [label.replace("$", r"\$") for label in handles]
+        fig.legend(handles.values(), shown, loc="outside lower center", ncols=3, fontsize=SMALL)
+    else:
+        label_ends(fig, labelled)
     return fig
 
 
@@ -213,9 +254,9 @@ def figure_heat(by_label, by):
     return fig
 
 
-def draw(results, out, measure="perplexity", depth=False):
+def draw(results, out, measure="perplexity", depth=False, message=""):
     """OUT.png, and with depth OUT_depth.png and OUT_distance.png of a task. Returns their paths."""
-    figures = {out: figure_length(results, measure)}
+    figures = {out: figure_length(results, measure, message)}
     if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
         every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
         for by, needed in (("depth", "accuracy_by_depth"), ("distance", "distance")):
@@ -238,9 +279,11 @@ def main(argv=None):
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
-        with common.file_errors():
-            text = path.read_text(encoding="utf-8")
-        text = fill_tables(text, common.ROOT / "results")
+        if path.name == "TABLES.md":
+            text = all_tables(path.parent)
+        else:
+            with common.file_errors():
+                text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
         common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
     if args.results:
         results = load_results(args.results)

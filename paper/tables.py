@@ -5,13 +5,13 @@ Results to Markdown tables.
 import html
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from common import Refused, read_json
+from common import Refused, file_sha256, read_json
 from paper.results import (
-    NAMES,
     common_lengths,
     half_interval,
     is_task,
@@ -24,7 +24,6 @@ from paper.results import (
     train_len_of,
     unit_of,
 )
-from recipe import recipe_fields
 
 # --- tables
 
@@ -114,20 +113,6 @@ def difference_cells(results, reference, lengths, name, factor, digits):
     return [str(len(values)), *written]
 
 
-def rates_table(results):
-    """The loss at the training length by learning rate: of text, and of a task's answer."""
-    cells, columns = {}, {}
-    for r in results:
-        recipe = recipe_fields(r)
-        task, name = ("text", "loss") if r["kind"] == "perplexity" else ("passkeys", "answer_nll")
-        column = task == "passkeys", recipe["lr"]
-        columns[column] = f"{task}, {column[1]:g}"
-        cells[recipe["pos"], column] = f"{r['lengths'][str(recipe['train_len'])][name]:.3f}"
-    embeddings = [pos for pos in NAMES if any(pos == p for p, _ in cells)]
-    rows = [[NAMES[pos], *(cells.get((pos, c), "") for c in sorted(columns))] for pos in embeddings]
-    return grid(["nats at 1x", *(columns[c] for c in sorted(columns))], rows)
-
-
 def removed_table(results):
     """rise_removed, in %: mean ± half its interval, then each seed."""
     rows = []
@@ -177,7 +162,10 @@ def bench_table(result):
 
 # --- tables in a text
 
-OTHER_TABLES = {"bench": bench_table, "rates": rates_table, "primary": primary_table}
+ABOUT = """Every json in this folder, by `python -m paper.plot --tables results/TABLES.md`. The mean
+± the standard deviation over seeds; of differences within a seed the mean ± half its 95 % interval,
+to FoPE and to RoPE."""
+OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
 def table_of(name, options, folder):
@@ -196,8 +184,6 @@ def table_of(name, options, folder):
             if value not in results:
                 raise Refused(f"{path} has no {value}, which the mark of table {name} asks for")
             results = {value: results[value]}
-        elif key == "copies":  # passkeys of models that find nearly all at the training length
-            results = {"passkey": only_copying(results["passkey"])}
         elif key == "to":
             to = value
     if "removed" in options:
@@ -207,13 +193,25 @@ def table_of(name, options, folder):
     return html_tables(table) if "html" in options else table
 
 
-def only_copying(by_label, share=0.95):
-    """The models that find this share of the keys at 1x: others say nothing about 2x."""
-
-    def copies(r):
-        return r["lengths"][train_len_of([r])]["accuracy"] >= share
-
-    return {label: [r for r in rs if copies(r)] for label, rs in by_label.items()}
+def all_tables(folder):
+    """TABLES.md: of every json in the folder all tables, where it is from, and its checksum."""
+    parts = ["# Tables\n\n" + ABOUT]
+    for path in sorted(Path(folder).glob("*.json")):
+        content = read_json(path, kind=dict | list)
+        every = content if isinstance(content, list) else [content]
+        sources = Counter(f"commit {r['commit']}, {r['hardware']}" for r in every if "commit" in r)
+        told = "; ".join(f"{n} of {source}" for source, n in sorted(sources.items()))
+        first = f"; the first by `{every[0]['command']}`" if "command" in every[0] else ""
+        about = f"Results: {told or len(every)}{first}. sha256 {file_sha256(path)[:16]}."
+        parts += [f"## {path.stem}", about, table_of(path.stem, "", folder)]
+        if OTHER_TABLES.get(path.stem.partition("_")[0]):
+            continue
+        kinds = load_results([path])
+        if any("RoPE" in labels for labels in kinds.values()):
+            parts.append(markdown_table(kinds, to="RoPE", only_differences=True))
+        if any("RoPE" in labels for kind, labels in kinds.items() if not is_task(kind)):
+            parts.append(removed_table(kinds))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def fill_tables(text, folder):
