@@ -57,22 +57,6 @@ def test_where_all_are_equal_there_is_no_interval(tmp_path):
     assert "| RoPE | 3 | 0 | 0 |" in table and "minus FoPE, % of tokens" in table
 
 
-def test_models_that_do_not_copy_can_be_left_out(tmp_path):
-    """Three of four RoPE models find 95 % at 1x; pairs are those where both do."""
-    results = []
-    for pos, accuracies in (("rope", (1.0, 0.5, 0.96, 0.95)), ("fope", (0.94, 1.0, 1.0, 1.0))):
-        for seed, accuracy in enumerate(accuracies):
-            path = result_file(tmp_path, "passkey", pos, seed, accuracy)
-            results.append(json.loads(path.read_text()))
-    write(tmp_path / "a.json", results)
-    table = tables.table_of("a", "kind=passkey copies", tmp_path)
-    rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| RoPE")]
-    assert [n for _, n in rows] == ["3", "3", "2", "2"]
-    table = tables.table_of("a", "kind=passkey differences to=RoPE", tmp_path)
-    titles = [line.split(" | ")[0] for line in table.splitlines() if "seeds" in line]
-    assert titles == ["| minus RoPE, % of whole passkeys", "| minus RoPE, % of tokens"]
-
-
 def test_two_corpora_have_a_table_and_a_panel_each(tmp_path):
     results = evaluations(tmp_path, {"FoPE": [1.0, 1.2], "RoPE": [1.1, 1.3]}, data="books")
     results += evaluations(tmp_path, {"FoPE": [1.5, 1.7], "RoPE": [1.7, 1.9]}, data="c4")
@@ -152,23 +136,9 @@ def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures():
 
 
 def test_the_committed_comparisons_are_those_of_the_committed_results():
-    committed = json.loads((ROOT / "results" / "primary.json").read_text())
-    if "p_t" not in committed[0]:
-        pytest.skip("those of the models at 512 are not measured yet")
+    if not (path := ROOT / "results" / "primary.json").exists():
+        pytest.skip("not all of the ten seeds are measured yet")
+    committed = json.loads(path.read_text())
     again = res.compare(PRIMARY, ROOT / "results")
     for row, new in zip(committed, again, strict=True):
         assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}
-
-
-def test_learning_rates_are_a_row_for_each_embedding(tmp_path):
-    results = []
-    for pos, rate, value in (("rope", 1e-3, 2.0), ("rope", 2e-3, 1.5), ("fope", 1e-3, 1.25)):
-        result = json.loads(result_file(tmp_path, "perplexity", pos, 0, 1.0).read_text())
-        result["lengths"]["128"]["loss"] = value
-        results.append(result | {"training": {"lr": rate}})
-    passkey = json.loads(result_file(tmp_path, "passkey", "rope", 0, 1.0).read_text())
-    passkey["lengths"]["128"]["answer_nll"] = 0.5
-    results.append(passkey | {"training": {"lr": 1e-3}})
-    lines = tables.rates_table(results).split("\n")
-    assert lines[0] == "| nats at 1x | text, 0.001 | text, 0.002 | passkeys, 0.001 |"
-    assert lines[2:] == ["| RoPE | 2.000 | 1.500 | 0.500 |", "| FoPE | 1.250 |  |  |"]
