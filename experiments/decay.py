@@ -17,12 +17,12 @@ zero. FoPE adds its zero frequencies, a constant.
 import math
 
 import torch
-from shared import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, Parser, plt, save, tidy
+from shared import BLACK, BLUE, BROWN, GREEN, GREY, PINK, RED, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 from fope import FoPE, NoPE, RoPE, above_floor, rope_freqs
 
-SHAPE = dict(head_dim=64, n_head=1, train_len=128)
+SHAPE = dict(head_dim=64, n_head=1, train_len=512)
 
 
 def mean_cosine(freqs, T):
@@ -48,7 +48,7 @@ def constant_content(pos, T, spans=64):
     return curve / curve[0]
 
 
-def measure(T=256):
+def measure(T=1024):
     floor = 2 * math.pi / SHAPE["train_len"]
     freqs = rope_freqs(SHAPE["head_dim"])
     numbers = {"distance": list(range(T)), **SHAPE, "floor": floor, "sampled": {}, "exact": {}}
@@ -74,7 +74,7 @@ def main(argv=None):
     n, N = numbers["distance"], SHAPE["train_len"]
     fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), layout="constrained")
 
-    colours = (GREEN, ORANGE, BLUE)
+    colours = (GREEN, BROWN, BLUE)
     for (mu, sampled), colour in zip(numbers["sampled"].items(), colours, strict=True):
         mean, error = torch.tensor(sampled["mean"]), torch.tensor(sampled["error"])
         left.plot(n, mean, color=colour, label=f"mean {mu}")
@@ -82,15 +82,21 @@ def main(argv=None):
         label = "exact" if mu == "1.0" else None
         left.plot(n, numbers["exact"][mu], color=BLACK, lw=0.8, ls="--", label=label)
     title = "RoPE decays with distance only where q and k\nhave a mean; with mean 0 nothing is left"
-    tidy(left, "distance (tokens)", "mean of q.k per dimension", title)
+    legend = dict(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
+    tidy(left, "distance (tokens)", "mean of q.k per dimension", title, **legend)
 
-    colours = (BLUE, ORANGE, PINK, RED, GREY)
+    colours = (BLUE, BROWN, PINK, RED, GREY)
     for (name, curve), colour in zip(numbers["constant"].items(), colours, strict=True):
         right.plot(n, curve, color=colour, label=name, lw=1.3)
     title = "The slow decay is made by the frequencies\nunder the floor, which FoPE holds constant"
-    legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="lower left", ncols=2)
-    tidy(right, "distance (tokens)", "score of constant q and k (1 at distance 0)", title, **legend)
-    right.set_ylim(-0.8, 1.1)
+    tidy(
+        right,
+        "distance (tokens)",
+        "score of constant q and k (1 at distance 0)",
+        title,
+        **legend | dict(ncols=3),
+    )
+    right.set_ylim(-0.5, 1.1)
     right.annotate(" training length", (N, 1.03), fontsize=9)
     for ax in (left, right):
         ax.axvline(N, color=BLACK, lw=0.8, ls=":")

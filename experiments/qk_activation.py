@@ -20,6 +20,7 @@ from shared import RED, Parser, plt, save
 from checkpoint import load_checkpoint
 from common import Refused, one_sentence_errors, positive_int
 from fope import rope_freqs
+from paper.results import NAMES
 
 
 def mean_activation(model, layers, head_dim, shape):
@@ -92,17 +93,19 @@ def main(argv=None):
     slow = under_the_floor(head_dim, theta, train_len)
     ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
+    look = dict(vmin=0, vmax=max(q.max(), k.max()), cmap="cividis", interpolation="nearest")
     for ax, x, name in zip(axes, (q, k), "qk", strict=True):
-        image = ax.imshow(x.numpy(), aspect="auto", cmap="cividis", interpolation="nearest")
+        image = ax.imshow(x.numpy(), aspect="auto", **look)
         for start in (0, head_dim // 2):  # in each half the slow dimensions come last
             first, end = start + int((~slow).sum()) // 2, start + head_dim // 2
             ax.axvspan(first - 0.5, end - 0.5, fill=False, edgecolor=RED, lw=2)
-        ax.set_ylabel("layer")
+        ax.set_ylabel(f"layer, {name}")
         ax.set_yticks(range(len(x)))
-        fig.colorbar(image, ax=ax, label=f"mean |{name}|")
+    fig.colorbar(image, ax=axes, label="mean |q|, mean |k|")
     axes[1].set_xlabel("dimension of a head; boxes: under the floor")
-    title = f"{pos}: dimensions under the floor have {ratios[0]:.2f} (q) and {ratios[1]:.2f} (k) "
-    axes[0].set_title(f"{title}times\nthe mean activation of the others", fontsize=10)
+    title = f"{NAMES.get(pos, pos)}: dimensions under the floor have {ratios[0]:.2f} (q) and "
+    title += f"{ratios[1]:.2f} (k) times\nthe mean activation of the others"
+    axes[0].set_title(title, fontsize=10)
     numbers = {"checkpoint": args.checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
     numbers |= {"tokens": args.tokens, "under_the_floor": slow.tolist()}
     numbers |= {"ratio_q": ratios[0], "ratio_k": ratios[1], "q": q.tolist(), "k": k.tolist()}

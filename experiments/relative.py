@@ -16,7 +16,7 @@ has not shown, although its distance was.
 """
 
 import torch
-from shared import BLUE, ORANGE, RED, Parser, plt, save, tidy
+from shared import BLUE, BROWN, RED, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 from fope import FoPE, RoPE
@@ -70,7 +70,7 @@ def main(argv=None):
     fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
 
     percent = {v: [100 * s for s in shares] for v, shares in numbers["not_relative"].items()}
-    for variant, colour, std in (("released", ORANGE, "sigma/14"), ("paper", RED, "sigma")):
+    for variant, colour, std in (("released", RED, "sigma/14"), ("paper", BROWN, "sigma")):
         label = f"FoPE, {variant} (noise std {std})"
         left.plot(SIGMAS, percent[variant], "o-", color=colour, label=label)
     left.axhline(100 * numbers["rope"], color=BLUE, label="RoPE")
@@ -79,12 +79,13 @@ def main(argv=None):
     title += f"{paper:.0f} % (equations), {released:.0f} % (released code)"
     tidy(left, "sigma", "not a function of i - j (% of std)", title)
 
-    labels = {"RoPE": (BLUE, "RoPE"), "FoPE": (RED, "FoPE, equations, sigma 0.3")}
+    labels = {"RoPE": (BLUE, "RoPE"), "FoPE": (BROWN, "FoPE, equations, sigma 0.3")}
     for name, (colour, label) in labels.items():
         scores = numbers[f"example_{name}"]
         right.plot(range(APART, APART + len(scores)), scores, color=colour, lw=1, label=label)
     title = f"Same query, same key, always {APART} tokens apart"
-    tidy(right, "position i of the query", f"S(i, i - {APART})", title)
+    tidy(right, "position i of the query", f"S(i, i - {APART})", title, loc="upper right", ncols=2)
+    right.set_ylim(top=4)
     save(fig, numbers, args.out, "relative")
 
 

@@ -11,12 +11,6 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from paper import matplotlib  # noqa: E402  which says where it comes from if it is missing
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt  # noqa: E402
-
 from common import (  # noqa: E402
     ArgumentParser,
     command,
@@ -25,10 +19,11 @@ from common import (  # noqa: E402
     provenance,
     write_json,
 )
+from paper.plot import STYLES, plt  # noqa: E402
 
-# Okabe and Ito's colours, the same for a method as in paper/plot.py
-BLACK, GREY, ORANGE, BLUE = "#000000", "#666666", "#E69F00", "#0072B2"
-RED, GREEN, PINK = "#D55E00", "#009E73", "#CC79A7"
+# a method's colour is that of paper/plot.py
+GREY, GREEN, BLUE, RED = (STYLES[name][0] for name in ("NoPE", "ALiBi", "RoPE", "FoPE"))
+BLACK, BROWN, PINK = "#000000", "#8A6D00", "#B83280"
 
 
 class Parser(ArgumentParser):

@@ -22,7 +22,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shared import BLACK, BLUE, GREEN, GREY, ORANGE, RED, Parser, plt, save, tidy
+from shared import BLACK, BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 from fope import rope_freqs
@@ -135,7 +135,7 @@ def panel_truncation(ax, N, floor):
     freqs = rope_freqs(64).double().numpy()
     rest, misplaced = rest_of_eq_10(freqs, N), misplaced_energy(freqs, N)
     outside, away = "tokens outside whole cycles", "energy away from its own frequency"
-    ax.plot(freqs, 100 * rest, "o-", color=ORANGE, ms=4, label=f"Eq. 10: {outside}")
+    ax.plot(freqs, 100 * rest, "o-", color=BROWN, ms=4, label=f"Eq. 10: {outside}")
     ax.plot(freqs, 100 * misplaced, "s-", color=BLUE, ms=4, label=f"measured: {away}")
     ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
     ax.annotate(" floor 2 pi / N", (floor, 80), fontsize=9)

@@ -160,8 +160,12 @@ def task_panel(ax, by_label, task, name, style, note, spread):
 
 
 def figure_length(results, measure="perplexity", message=""):
-    """Perplexity (or loss) and passkey accuracy against length: the paper's figure 1."""
-    panels = [(k, n) for k in results for n in (TASK_MEASURES if is_task(k) else (measure,))]
+    """
+    Perplexity (or loss) and passkey accuracy against length: the paper's figure 1. Digits have a
+    panel where there is no text.
+    """
+    of_tasks = TASK_MEASURES if all(map(is_task, results)) else TASK_MEASURES[:1]
+    panels = [(k, n) for k in results for n in (of_tasks if is_task(k) else (measure,))]
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
     beside, columns = len(style) > FEW, min(len(panels), PANELS_A_ROW)
     rows = -(-len(panels) // columns)
