@@ -307,8 +307,23 @@ class Passkey:
         distance = len(after) + len(question)
         return np.array(tokens, dtype=np.int64), len(answer), depth, distance
 
+    def document(self, length, rng):
+        """What is trained on, (length,) int64: a trial. Its question stands at the end, always."""
+        return self.sample(length, rng)[0]
 
-TASKS = {"passkey": Passkey}
+
+class PasskeyAnywhere(Passkey):
+    """
+    The same trials, trained on differently: the question stands anywhere from a quarter of the
+    length to its end, filler follows the answer. So no model can learn at which place to answer.
+    """
+
+    def document(self, length, rng):
+        trial = self.sample(int(rng.integers(length // 4, length + 1)), rng)[0]
+        return np.append(trial, self.filler(length - len(trial))).astype(np.int64)
+
+
+TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}
 
 
 # --- batches
@@ -347,8 +362,7 @@ class Batches:
     def task_document(self, i):
         """The i-th document of the task: train_len tokens and the end of text."""
         rng = np.random.default_rng((self.seed, 1, i))
-        tokens, *_ = self.task.sample(self.train_len, rng)
-        return np.append(tokens, self.data.meta["eot"])
+        return np.append(self.task.document(self.train_len, rng), self.data.meta["eot"])
 
     def sequence(self, i):
         before = math.floor(i * self.task_share)  # documents of the task among the i sequences

@@ -217,6 +217,11 @@ BOOKS = dict(trained_on="books", corpora=("books", "c4"))
 
 FIGURES = {
     "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
+    "anywhere": Figure(
+        "passkeys whose question stands anywhere in training",
+        plain("alibi", "rope", "fope"),
+        ("passkey_anywhere",),
+    ),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "parts": Figure(
         "floor, series, QK-norm and KERPLE beside RoPE and FoPE", PARTS, BOTH, depth=True

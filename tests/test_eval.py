@@ -17,7 +17,7 @@ import evaluation
 import prepare_data
 from checkpoint import load_checkpoint, save_checkpoint
 from common import Refused, one_sentence_errors
-from data import FILLER, Passkey, TokenData, load_tokenizer
+from data import FILLER, Passkey, PasskeyAnywhere, TokenData, load_tokenizer
 from evaluation import task_accuracy, wilson_interval, window_loss
 from model import GPT, GPTConfig
 
@@ -373,6 +373,21 @@ def test_prompt_that_does_not_fit_is_refused(task):
         task.sample(60, np.random.default_rng(0))
     shortest = 1 + next(n for n in range(60, 999) if fits(task, n))
     assert task.sample(shortest, np.random.default_rng(0))[0].shape == (shortest,)
+
+
+def test_a_question_that_stands_anywhere(task):
+    """From a quarter of the length to its end; the trial is whole, filler follows the answer."""
+    anywhere, ends = PasskeyAnywhere(task.encode), []
+    for seed in range(200):
+        tokens = anywhere.document(1024, np.random.default_rng(seed))
+        rng = np.random.default_rng(seed)
+        ends.append(int(rng.integers(256, 1025)))
+        assert tokens.shape == (1024,) and tokens.dtype == np.int64
+        assert tokens[: ends[-1]].tolist() == task.sample(ends[-1], rng)[0].tolist()
+        assert tokens[ends[-1] :].tolist() == task.filler(1024 - ends[-1])
+    assert min(ends) < 270 and max(ends) > 1000
+    rng, again = np.random.default_rng(0), np.random.default_rng(0)
+    assert (task.document(200, rng) == task.sample(200, again)[0]).all()
 
 
 def fits(task, n):
