@@ -126,6 +126,28 @@ def removed_table(results):
     return grid(["of RoPE's rise to the longest text, %", "seeds", "removed", "each seed"], rows)
 
 
+def distance_table(results):
+    """Whole answers of a task, in % of the trials of all seeds, by the distance of the needle."""
+    tables = []
+    for task, by_label in results.items():
+        if not is_task(task):
+            continue
+        every, rows = [r for rs in by_label.values() for r in rs], []
+        lengths, train_len = common_lengths(every), train_len_of(every)
+        for label, rs in by_label.items():
+            cells = {f"{label}, within {train_len}": [], f"{label}, further": []}
+            for length in lengths:
+                trials = [r["lengths"][length] for r in rs]
+                far = np.concatenate([trial["distance"] for trial in trials]) >= train_len
+                right = np.concatenate([trial["right"] for trial in trials])
+                for row, chosen in zip(cells.values(), (right[~far], right[far]), strict=True):
+                    row.append(f"{100 * chosen.mean():.0f} ({len(chosen)})" if len(chosen) else "")
+            rows += [[name, *row] for name, row in cells.items()]
+        columns = [f"whole {task}s, % (of trials)", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
+        tables.append(grid(columns, rows))
+    return "\n\n".join(tables)
+
+
 def primary_table(rows):
     """What compare() returns."""
     words = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
@@ -188,6 +210,8 @@ def table_of(name, options, folder):
             to = value
     if "removed" in options:
         return removed_table(results)
+    if "distance" in options:
+        return distance_table(results)
     measure = "loss" if "loss" in options else "perplexity"
     table = markdown_table(results, measure, to, "differences" in options)
     return html_tables(table) if "html" in options else table

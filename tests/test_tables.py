@@ -82,6 +82,22 @@ def test_the_share_of_ropes_rise_that_is_removed(tmp_path):
     assert lines[2:] == [f"| FoPE | 2 | 65 ± {100 * 0.15 * 12.706:.0f} | 80, 50 |"]
 
 
+def test_keys_by_their_distance(tmp_path):
+    """Trained at 128 tokens: of two seeds' keys nearer than that, and of those further away."""
+    results = []
+    for seed, right in ((0, [1, 1, 0, 0]), (1, [1, 0, 0, 1])):
+        result = json.loads(result_file(tmp_path, "passkey", "fope", seed, 0.5).read_text())
+        for row in result["lengths"].values():
+            row |= {"distance": [20, 127, 128, 200], "right": right}
+        near = {"distance": [20], "right": [1]}  # where no key is further
+        result["lengths"]["128"] |= near
+        results.append(result)
+    write(tmp_path / "a.json", results)
+    lines = tables.table_of("a", "distance", tmp_path).split("\n")
+    assert lines[2].startswith("| FoPE, within 128 | 100 (2) | 75 (4) |")
+    assert lines[3].startswith("| FoPE, further |  | 25 (4) |")
+
+
 def test_a_mark_that_asks_for_what_is_not_there_is_refused(tmp_path):
     write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": [1.0]}))
     refuses(lambda argv: tables.table_of("a", "kind=foo", tmp_path), [], "has no foo")
