@@ -31,31 +31,42 @@ def test_tables_are_those_of_the_committed_results(text):
     assert tables.fill_tables(read(text), ROOT / "results") == read(text), f"run {how}"
 
 
-def test_every_gathered_result_is_in_the_report():
-    named = set(re.findall(r"<!-- table (\w+)", read("results/README.md")))
-    assert named == {path.stem for path in (ROOT / "results").glob("*.json")}
+def test_all_tables_are_those_of_the_committed_results():
+    how = "python -m paper.plot --tables results/TABLES.md"
+    assert tables.all_tables(ROOT / "results") == read("results/TABLES.md"), f"run {how}"
     assert len(list((ROOT / "results").rglob("*.*"))) <= 80
 
 
 def test_the_headline_is_that_of_the_results():
-    """Perplexities at 1x and 16x, and the share of RoPE's rise in loss that FoPE has, by seed."""
-    found = results.load_results([ROOT / "results" / "figure1.json"])["perplexity"]
-    text, rises = " ".join(read("README.md").split()), {}
+    """Perplexities at 1x and 16x, the shares of RoPE's rise that are kept, keys at 4x."""
+    text = " ".join(read("README.md").split())
+    found = results.load_results([ROOT / "results" / "figure1.json"])
+    for label, words in (("RoPE", "RoPE's perplexity grows"), ("FoPE", "FoPE's")):
+        rows = found["perplexity"][label]
+        _, perplexity, _, n = results.seed_stats(rows, "perplexity", [512, 8192])
+        start, end = (f"{p:.1f}" for p in perplexity)
+        assert n == 10 and f"{words} from {start} to {end}" in text
+    shares = results.rise_removed(found["perplexity"])["FoPE"]
+    assert f"That is {100 * sum(shares) / 10:.0f} % of RoPE's rise" in text
+    keys = {
+        label: results.seed_stats(rows, "accuracy", [1024, 2048])[1]
+        for label, rows in found["passkey"].items()
+    }
+    assert f"At 2048 tokens it finds {100 * keys['FoPE'][1]:.0f} % of them" in text
+    assert keys["RoPE"][1] < 0.01 and keys["ALiBi"].max() < 0.01
+    parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
+    shares = results.rise_removed(parts)
     for label, words in (
-        ("RoPE", "RoPE's perplexity grows from 4.8 to 12.9"),
-        ("FoPE", "FoPE's from 4.8 to 6.6"),
+        ("FoPE, CF alone", "alone it keeps {} %"),
+        ("FoPE, FS alone, FoPE's table noise", "the series alone {} %"),
     ):
-        _, perplexity, _, n = results.seed_stats(found[label], "perplexity")
-        start, end = (f"{p:.1f}" for p in perplexity[[0, -1]])
-        assert n == 5 and words in text and words.endswith(f"from {start} to {end}")
-        rows = [r["lengths"] for r in found[label]]
-        rises[label] = [row[2048]["loss"] - row[128]["loss"] for row in rows]
-    shares = [fope / rope for fope, rope in zip(rises["FoPE"], rises["RoPE"], strict=True)]
-    assert 0.28 < sum(shares) / 5 < 0.36 and "about a third of what RoPE loses" in text
-    flat = results.load_results([ROOT / "results" / "figure1_all.json"])["perplexity"]
-    for label in ("ALiBi", "KERPLE"):
-        _, loss, _, _ = results.seed_stats(flat[label], "loss")
-        assert loss[-1] <= loss[0]
+        share = 100 * sum(shares[label]) / len(shares[label])
+        assert words.format(round(share)) in text
+    assert all(
+        row["loss"] <= r["lengths"][512]["loss"] + 0.01
+        for r in found["perplexity"]["ALiBi"]
+        for row in r["lengths"].values()
+    )
 
 
 def test_readme_is_a_page():
