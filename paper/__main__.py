@@ -290,7 +290,8 @@ def main(argv=None):
     result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
     common.write_json(result, gathered)
     results = load_results([result])
-    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, figure.message)
+    message = figure.message if args.size == "tiny" and len(args.seeds) > 1 else ""
+    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, message)
     print(tables.markdown_table(results, figure.measure))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")

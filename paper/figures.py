@@ -44,7 +44,7 @@ class Figure:
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw tasks by depth, too
-    message: str = ""  # what it says, above it: written when the results are there
+    message: str = ""  # what several seeds at tiny size say, above it
 
 
 @dataclass
@@ -216,7 +216,13 @@ READINGS = (
 BOOKS = dict(trained_on="books", corpora=("books", "c4"))
 
 FIGURES = {
-    "figure1": Figure("perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE", FOUR, BOTH, depth=True),
+    "figure1": Figure(
+        "perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE",
+        FOUR,
+        BOTH,
+        depth=True,
+        message="Past its training length FoPE loses little, and finds keys where RoPE finds none",
+    ),
     "anywhere": Figure(
         "passkeys whose question stands anywhere in training",
         plain("alibi", "rope", "fope"),
@@ -224,7 +230,11 @@ FIGURES = {
     ),
     "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
     "parts": Figure(
-        "floor, series, QK-norm and KERPLE beside RoPE and FoPE", PARTS, BOTH, depth=True
+        "floor, series, QK-norm and KERPLE beside RoPE and FoPE",
+        PARTS,
+        BOTH,
+        depth=True,
+        message="The floor (CF) does it; the series (FS) alone breaks as RoPE does",
     ),
     "figure4": Figure(
         "a tenth more training at twice the length: YaRN and FoPE", (*STARTS, *CONTINUED), BOTH

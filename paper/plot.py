@@ -115,6 +115,13 @@ def label_ends(fig, labelled):
             )
 
 
+def seeds_note(by_label):
+    few, many = (f(len(rs) for rs in by_label.values()) for f in (min, max))
+    if many == 1:
+        return "one seed"
+    return f"mean of {many} seeds" if few == many else f"mean of {few} to {many} seeds"
+
+
 def length_axis(ax, train_len, lengths):
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
@@ -177,10 +184,9 @@ def figure_length(results, measure="perplexity", message=""):
         ax.remove()
     for ax, (kind, name) in zip(axes, panels, strict=False):
         by_label = results[kind]
-        seeds = max(len(rs) for rs in by_label.values())
-        note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
-        spread = "" if beside else "dots" if is_task(kind) else "band"
-        note += {"band": ", band: std", "dots": ", dots: each"}.get(spread * (seeds > 1), "")
+        note, spread = seeds_note(by_label), "" if beside else "dots" if is_task(kind) else "band"
+        if note != "one seed":
+            note += {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
         if is_task(kind):
             task_panel(ax, by_label, kind, name, style, note, spread)
         else:
@@ -251,9 +257,7 @@ def figure_heat(by_label, by):
     else:
         axes[0, 0].set_ylabel("tokens from key to answer, under")
         axes[0, 0].set_yticks(range(len(grid)), [str(2 ** (i + 5)) for i in range(len(grid))])
-    seeds = max(len(rs) for rs in by_label.values())
-    note = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
-    fig.suptitle(f"Whole keys retrieved, {note}", fontsize=11)
+    fig.suptitle(f"Whole keys retrieved, {seeds_note(by_label)}", fontsize=11)
     fig.colorbar(image, ax=axes[0].tolist(), fraction=0.05)
     return fig
 
