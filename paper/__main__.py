@@ -113,7 +113,8 @@ def job_of(figure, model, kind, seed, args):
     if model.init_from:
         start = run_folder(figure, kind, model.init_from, seed, args)
         needs = str(start.relative_to(args.out))
-    if kind != "text" and SIZES[args.size].one_for_both:  # the text model is evaluated once more
+    if kind != "text" and "text" in figure.kinds and SIZES[args.size].one_for_both:
+        # the text model is evaluated once more
         name, needs, trains = f"{name} {kind}", name, False
     commands, results = [train_command(changes, recipe.preset, run, args)] if trains else [], {}
     for result, asked, command in evaluations_of(figure, model, kind, recipe, run, args):
