@@ -307,20 +307,21 @@ class Passkey:
         distance = len(after) + len(question)
         return np.array(tokens, dtype=np.int64), len(answer), depth, distance
 
-    def document(self, length, rng):
-        """What is trained on, (length,) int64: a trial. Its question stands at the end, always."""
-        return self.sample(length, rng)[0]
+    def document(self, length, rng, eot):
+        """What is trained on: a trial and the end of text, (length + 1,) int64."""
+        return np.append(self.sample(length, rng)[0], eot)
 
 
 class PasskeyAnywhere(Passkey):
     """
-    The same trials, trained on differently: the question stands anywhere from a quarter of the
-    length to its end, filler follows the answer. So no model can learn at which place to answer.
+    The same trials, trained on differently. The question stands anywhere from a quarter of the
+    length to its end, and filler follows the answer, as if the text went on. So no model can learn
+    at which place to answer, nor at which the text ends.
     """
 
-    def document(self, length, rng):
+    def document(self, length, rng, eot):
         trial = self.sample(int(rng.integers(length // 4, length + 1)), rng)[0]
-        return np.append(trial, self.filler(length - len(trial))).astype(np.int64)
+        return np.append(trial, self.filler(length + 1 - len(trial))).astype(np.int64)
 
 
 TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}
@@ -362,7 +363,7 @@ class Batches:
     def task_document(self, i):
         """The i-th document of the task: train_len tokens and the end of text."""
         rng = np.random.default_rng((self.seed, 1, i))
-        return np.append(self.task.document(self.train_len, rng), self.data.meta["eot"])
+        return self.task.document(self.train_len, rng, self.data.meta["eot"])
 
     def sequence(self, i):
         before = math.floor(i * self.task_share)  # documents of the task among the i sequences

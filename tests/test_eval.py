@@ -379,15 +379,15 @@ def test_a_question_that_stands_anywhere(task):
     """From a quarter of the length to its end; the trial is whole, filler follows the answer."""
     anywhere, ends = PasskeyAnywhere(task.encode), []
     for seed in range(200):
-        tokens = anywhere.document(1024, np.random.default_rng(seed))
+        tokens = anywhere.document(1024, np.random.default_rng(seed), 511)
         rng = np.random.default_rng(seed)
         ends.append(int(rng.integers(256, 1025)))
-        assert tokens.shape == (1024,) and tokens.dtype == np.int64
+        assert tokens.shape == (1025,) and tokens.dtype == np.int64
         assert tokens[: ends[-1]].tolist() == task.sample(ends[-1], rng)[0].tolist()
-        assert tokens[ends[-1] :].tolist() == task.filler(1024 - ends[-1])
+        assert tokens[ends[-1] :].tolist() == task.filler(1025 - ends[-1])
     assert min(ends) < 270 and max(ends) > 1000
     rng, again = np.random.default_rng(0), np.random.default_rng(0)
-    assert (task.document(200, rng) == task.sample(200, again)[0]).all()
+    assert task.document(200, rng, 511).tolist() == [*task.sample(200, again)[0], 511]
 
 
 def fits(task, n):
