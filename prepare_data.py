@@ -323,6 +323,8 @@ def open_progress(out, settings):
     """What an equal run has finished, up to its first bad shard; None when all is done."""
     done, begun = out / "meta.json", out / "progress.json"
     if not done.exists() and not begun.exists():
+        if found := next(out.glob("*.bin"), None):
+            raise Refused(f"{found} was not prepared here; choose another --out")
         return {"settings": settings, "shards": []}
     saved = common.read_json(done if done.exists() else begun)
     if saved.get("settings") != settings:

@@ -739,6 +739,20 @@ def test_an_edited_text_of_the_same_size_is_noticed(tmp_path):
     refuses(prepare_data.main, [*argv, "--out", tmp_path / "out"], "from other files")
 
 
+def test_shards_that_came_from_elsewhere_stay(tmp_path):
+    (tmp_path / "out").mkdir()
+    (shard := tmp_path / "out" / "train_000000.bin").write_bytes(b"mine")
+    argv = [
+        "--source",
+        write_text(tmp_path / "text"),
+        "--tokenizer=byte",
+        "--out",
+        tmp_path / "out",
+    ]
+    refuses(prepare_data.main, argv, "was not prepared here")
+    assert shard.read_bytes() == b"mine"
+
+
 def test_data_is_not_written_into_its_own_source(tmp_path):
     source = write_text(tmp_path / "text")
     for out in (source, source / "data", source / "a" / "b"):
