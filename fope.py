@@ -265,7 +265,7 @@ class FoPE(RoPE):
         K               min(n_kept, head_dim/4)               n_kept
         noise           xavier normal, gain sigma             N(0, sigma^2)
         its real std    sigma sqrt(2 / (K (D + n_table)))     sigma
-        own weight 1    d = 0, s, 2s, .., s = ceil(n_kept/K)  d = k
+        own weight 1    d = k s, s = ceil(n_kept/K)           d = k
         sin_pad         1                                     0
 
     The noise: sigma 0.3 is a real std of 0.022 in the released 60M model. The paper's text calls

@@ -5,7 +5,8 @@ A check is (exercise, points, name, likely mistake, function of a Pair). Pair.st
 calls a function of the student's in another process, Pair.right is what the project's function
 gives for the same. The function of a check gives questions (name, *args), to each of which the
 student's answer must be the right one, or raises Wrong. Only a check that ends without an exception
-gives its points. Each function is asked alone, on inputs of the check's own: a mistake costs once.
+gives its points. Each function is asked alone, on inputs of the check's own: a mistake in one
+function costs nothing in another.
 """
 
 import math
@@ -113,19 +114,22 @@ CHECKS = [
     (2, 1, "slopes in between",
      "Where n_head is no power of two, see the docstring: 12 heads have those of 8 first.",
      lambda the: [("alibi_slopes", n_head) for n_head in (3, 7, 12)]),
-    (2, 2, "scores",
+    (2, 1, "scores",
      "scores() is q.k / sqrt(head_dim) minus m_h (i - j), for each head its own m_h.",
      lambda the: [("ALiBi.scores", ALIBI, *the.randn(2, 2, 4, 9, 8))]),
     (2, 2, "attention",
      "attend() is the softmax of these scores over keys j <= i, times v. Is q scaled once?",
      lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
-    (2, 1, "gradients", "attend() has other gradients: is a part detached, or under no_grad?",
+    (2, 1, "gradients",
+     "Wrong as in 'attention', or attend() has other gradients: a part detached, or no_grad?",
      lambda the: [("gradients", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 30, 8))]),
-    (2, 1, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: attend() must do without.",
+    (2, 3, "memory",
+     "Wrong as in 'attention', or a T x T matrix: with 8192 tokens it has 256 MB a head.",
      lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 8192, 8))]),
-    (2, 2, "bf16",
-     "bf16 holds integers only up to 256: a column with j is rounded, two need not be.",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8).bfloat16())]),
+    (2, 1, "bf16",
+     "Wrong as in 'attention', or rounded: bf16 holds j only up to 256, two columns hold more.",
+     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8).bfloat16()),
+                  ("autocast", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8))]),
     # 3. the floor
     (3, 4, "floor",
      "Keep w >= 2 pi / train_len: whole cycles in the TRAINING length, and nothing else.",
@@ -153,23 +157,26 @@ CHECKS = [
      "With more frequencies than series weight 1 is at every ceil(n_kept/K)-th frequency.",
      lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16) for n in (18, 33, 40)]),
     # 5. passkeys
+    (5, 1, "trials",
+     "One rng = np.random.default_rng((seed, length)); task.sample(length, rng) once a trial.",
+     lambda the: [accuracy(0.1, "distance", seed=n) for n in (3, 4)]),
     (5, 3, "knows or not",
      "A model that always knows the key scores 1, one that never does 0: is it off by one?",
      lambda the: [accuracy(wrong, "accuracy", "token_accuracy", "trials") for wrong in (0.0, 1.0)]),
-    (5, 3, "right by trial",
-     "Right is a trial whose answer tokens all are, of an answer of its own length.",
+    (5, 2, "right by trial",
+     "A trial is right if all its answer tokens are right. Answers differ in length.",
      lambda the: [accuracy(0.1, "right", "token_accuracy", trials=40, seed=n) for n in (3, 4)]),
     (5, 1, "answer_nll",
      "answer_nll is the mean over trials of an answer's mean cross-entropy per token.",
      lambda the: [accuracy(0.1, "answer_nll")]),
-    (5, 1, "by depth", "Depth 0.37 is in bin 3 of 10; distance is what task.sample gives last.",
-     lambda the: [accuracy(0.1, "distance", "trials_by_depth")]),
+    (5, 1, "by depth", "Depth 0.37 is in bin 3 of 10.",
+     lambda the: [accuracy(0.1, "trials_by_depth")]),
     (5, 1, "eval mode",
      "The model must answer in eval mode, without dropout, whatever mode it was in.",
      lambda the: [accuracy(0.1, "accuracy", training=True)]),
     (5, 1, "leaves no trace",
      "The model is left in the mode in which it was, and torch's random state as it was.",
-     lambda the: [accuracy(0.1, "distance", "mode", "random", training=b) for b in (True, False)]),
+     lambda the: [accuracy(0.1, "mode", "random", training=b) for b in (True, False)]),
 ]  # fmt: skip
 
 

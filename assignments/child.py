@@ -127,6 +127,12 @@ def call(module, name, *args):
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
 
 
+def autocast(module, name, *args):
+    """A result with matrix products in bf16, as train.py computes on a GPU."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return call(module, name, *args)
+
+
 def gradients(module, name, fields, *args):
     """Those of the sum of squares of a result."""
     args = [x.clone().requires_grad_() for x in args]
@@ -161,11 +167,12 @@ def task_accuracy(module, wrong, trials, seed, training, keys):
         parts = re.findall(r"[0-4]\d|.", text, re.DOTALL)
         return [256 + int(part) if len(part) == 2 else ord(part) for part in parts]
 
+    torch.rand(1)  # a seed that an earlier call has set would be no change
     model, state = Reader(wrong).train(training), torch.get_rng_state()
     result = module.task_accuracy(model, Passkey(encode), 400, trials, seed)
     result["mode"] = model.training == training
     result["random"] = torch.equal(torch.get_rng_state(), state)
-    return {key: result[key] for key in keys}
+    return json.loads(json.dumps({key: result[key] for key in keys}))  # what json can hold
 
 
 def embed(module, name, shape, q, k, v):
@@ -189,7 +196,7 @@ def embed(module, name, shape, q, k, v):
     return values | {"gradient": min(largest, default=1.0)}
 
 
-SPECIAL = {f.__name__: f for f in (gradients, task_accuracy, embed)}
+SPECIAL = {f.__name__: f for f in (autocast, gradients, task_accuracy, embed)}
 
 
 def describe(e, file):

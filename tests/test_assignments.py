@@ -237,7 +237,8 @@ def attend(self, q, k, v):
     one = torch.ones(*q.shape[:-1], 1)
     q = torch.cat((q / self.head_dim ** 0.5, one * self.slopes.view(1, -1, 1, 1)), dim=-1)
     k = torch.cat((k, one * torch.arange(T).view(1, 1, T, 1)), dim=-1)
-    y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), is_causal=True, scale=1.0)
+    with torch.autocast("cpu", enabled=False):
+        y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), is_causal=True, scale=1.0)
     return y[..., :-1].to(dtype)
 
 ALiBi.scores, ALiBi.attend = scores, attend
@@ -340,6 +341,7 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     model.train(was_training)
     exact, share, nll, bins, distance = map(np.array, zip(*rows))
     each = {"distance": distance, "right": exact.astype(int), "share_right": share}
+    each = {name: values.tolist() for name, values in each.items()}
     return summary(exact.astype(float), share, nll, bins) | each
 """),
     "all at once": (5, """
@@ -415,15 +417,17 @@ MISTAKES = {
     "returned in fp32": (1, "dim=-1).type_as(x)", "dim=-1)", 9),
     "slopes from 0": (2, "for h in range(1, p + 1)", "for h in range(p)", 8),
     "every other from the second": (2, "range(1, 2 * p, 2)", "range(2, 2 * p, 2)", 9),
-    "distance the other way": (2, "(t[:, None] - t[None, :])", "(t[None, :] - t[:, None])", 8),
-    "scaled twice": (2, "is_causal=True, scale=1.0)", "is_causal=True)", 4),
-    "sees later keys": (2, "is_causal=True, scale=1.0)", "scale=1.0)", 4),
-    "one column": (2, "(j // 256 * 256, j % 256)", "(j, 0 * j)", 8),
+    "distance the other way": (2, "(t[:, None] - t[None, :])", "(t[None, :] - t[:, None])", 9),
+    "scaled twice": (2, "is_causal=True, scale=1.0)", "is_causal=True)", 3),
+    "sees later keys": (2, "is_causal=True, scale=1.0)", "scale=1.0)", 3),
+    "one column": (2, "(j // 256 * 256, j % 256)", "(j, 0 * j)", 9),
+    "one column in fp32": (2, "(j // 256 * 256, j % 256)", """\
+(j // 256 * 256, j % 256) if k.dtype == torch.bfloat16 else (j, 0 * j)""", 9),
     "a mask": (2, """\
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)""", """\
         T = q.size(-2)
         mask = torch.zeros(1, 4, T, T).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), scale=1.0)""", 9),
+        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), scale=1.0)""", 7),
     "no gradient": (2, "        y = F.scaled", "        k = k.detach()\n        y = F.scaled", 9),
     "floor of half a cycle": (3, "freqs >= 2 * math.pi", "freqs >= math.pi", 6),
     "strict": (3, "freqs[freqs >= 2", "freqs[freqs > 2", 8),
@@ -439,9 +443,13 @@ MISTAKES = {
     "uniform": (4, "nn.init.xavier_normal_", "nn.init.xavier_uniform_", 8),
     "one table for all": (4, "normal_(noise, std=self.sigma)",
                           "normal_(noise, std=self.sigma)[:1].expand(self.n_table, D, K)", 8),
-    "logits off by one": (5, "model(tokens[:, :-1], ", "model(tokens, ", 2),
+    "logits off by one": (5, "model(tokens[:, :-1], ", "model(tokens, ", 3),
+    "another generator": (5, "default_rng((seed, length))", "default_rng(seed)", None),
+    "a seed for torch": (5, "    model.eval()\n    samples",
+                         "    model.eval()\n    torch.manual_seed(seed)\n    samples", 9),
+    "arrays": (5, "exact.astype(int).tolist()", "exact.astype(int)", 8),
     "the longest answer for all": (5, "right[r, -n:].all(), right[r, -n:]",
-                                   "right[r].all(), right[r]", None),
+                                   "right[r].all(), right[r]", 8),
     "stays in eval mode": (5, "    model.train(was_training)\n    common.all", "    common.all", 9),
     "in training mode": (5, "    model.eval()\n    samples", "    samples", 9),
     "nan": (5, "nll[i + r] = losses[r, -n:].mean()", "nll[i + r] = math.nan", 9),
