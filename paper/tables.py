@@ -50,7 +50,7 @@ def grid(columns, rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def markdown_table(results, measure="perplexity", to="FoPE", only_differences=False):
+def markdown_table(results, measure="perplexity", to="FoPE", only_differences=False, whole=False):
     """
     Perplexity (or loss), whole keys and digits by length: mean (± std over several seeds). Below
     them, or without them, where there are several seeds, the paired differences to the label `to`:
@@ -66,6 +66,7 @@ def markdown_table(results, measure="perplexity", to="FoPE", only_differences=Fa
         lengths, train_len = common_lengths(every), train_len_of(every)
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         numbers = [] if only_differences else ROWS["task" if is_task(kind) else measure]
+        numbers = numbers[:1] if whole else numbers
         for title, *number in numbers:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
             tables.append(grid([title.format(**words), *columns], rows))
@@ -213,7 +214,7 @@ def table_of(name, options, folder):
     if "distance" in options:
         return distance_table(results)
     measure = "loss" if "loss" in options else "perplexity"
-    table = markdown_table(results, measure, to, "differences" in options)
+    table = markdown_table(results, measure, to, "differences" in options, "whole" in options)
     return html_tables(table) if "html" in options else table
 
 
