@@ -292,8 +292,9 @@ def main(argv=None):
     common.write_json(result, gathered)
     results = load_results([result])
     message = figure.message if args.size == "tiny" and len(args.seeds) > 1 else ""
-    drawn = plot.draw(results, result.with_suffix(""), figure.measure, figure.depth, message)
-    print(tables.markdown_table(results, figure.measure))
+    how = dict(depth=figure.depth, message=message, to=figure.to)
+    drawn = plot.draw(results, result.with_suffix(""), **how)
+    print(tables.markdown_table(results))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")
 

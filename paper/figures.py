@@ -39,11 +39,11 @@ class Figure:
     title: str
     models: tuple
     kinds: tuple = ("text",)  # of models, text or a task: what takes longest first
-    measure: str = "perplexity"
     trained_on: str = ""  # a data folder, if not that of the recipe
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     depth: bool = False  # draw tasks by depth, too
+    to: str = ""  # draw differences to this label, where curves would lie upon each other
     message: str = ""  # what several seeds at tiny size say, above it
 
 
@@ -237,18 +237,31 @@ FIGURES = {
         message="The floor (CF) does it; the series (FS) alone breaks as RoPE does",
     ),
     "figure4": Figure(
-        "a tenth more training at twice the length: YaRN and FoPE", (*STARTS, *CONTINUED), BOTH
+        "a tenth more training at twice the length: YaRN and FoPE",
+        (*STARTS, *CONTINUED),
+        BOTH,
+        to="FoPE to FoPE",
     ),
     "figure4_quarter": Figure(
-        "the same with a quarter", (*STARTS, *with_changes(CONTINUED, "quarter")), BOTH, share=0.25
+        "the same with a quarter",
+        (*STARTS, *with_changes(CONTINUED, "quarter")),
+        BOTH,
+        share=0.25,
+        to="FoPE to FoPE",
     ),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
-    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
-    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
-    "table2": Figure("QK-norm and aligned frequencies", TABLE2, measure="loss"),
-    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
-    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
+    "figure6b": Figure(
+        "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, to="FoPE"
+    ),
+    "figure6c": Figure(
+        "D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH, to="FoPE"
+    ),
+    "table2": Figure("QK-norm and aligned frequencies", TABLE2, to="RoPE"),
+    "equations": Figure(
+        "the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS), to="FoPE"
+    ),
+    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH, to="FoPE"),
 }
 
 # The comparisons that carry the report's claims at 512 tokens, named before any of these models was

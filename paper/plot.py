@@ -22,8 +22,10 @@ from common import Refused
 from paper.results import (
     TASK_MEASURES,
     common_lengths,
+    half_interval,
     is_task,
     load_results,
+    paired_differences,
     part_of_answer,
     seed_stats,
     train_len_of,
@@ -131,13 +133,16 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
+def title_of(kind):
+    return kind.capitalize().replace("c4", "C4")
+
+
 def perplexity_panel(ax, by_label, measure, kind, style, note, spread):
     draw_lines(ax, by_label, measure, style, spread)
     name = "loss in nats" if measure == "loss" else measure
     unit = unit_of(next(iter(by_label.values())))
     ax.set_ylabel(f"{name} per {unit} (lower is better)")
-    title = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
-    ax.set_title(f"{title} ({note})", fontsize=10)
+    ax.set_title(f"{title_of(kind.replace('perplexity', measure))} ({note})", fontsize=10)
     if measure == "perplexity":  # so that equal losses in nats have equal heights
         ax.set_yscale("log")
         ax.set_ylabel(f"{ax.get_ylabel()}, log axis")
@@ -213,6 +218,42 @@ def figure_length(results, measure="perplexity", message=""):
     return fig
 
 
+def figure_differences(results, to):
+    """
+    Each label minus the label `to` within each seed: the mean, and its 95 % interval where there
+    are several seeds. At 4x and 8x, for what would lie upon each other as curves.
+    """
+    every = [r for by_label in results.values() for rs in by_label.values() for r in rs]
+    train_len = train_len_of(every)
+    lengths = [n for n in common_lengths(every) if n in (4 * train_len, 8 * train_len)]
+    if not lengths:
+        raise Refused("differences are drawn at 4 and 8 times the training length, not read here")
+    rows = max(map(len, results.values()))
+    layout = dict(figsize=(10.4, (0.26 * rows + 1.2) * len(results)), layout="constrained")
+    fig, axes = plt.subplots(len(results), len(lengths), sharey="row", squeeze=False, **layout)
+    for row, (kind, by_label) in zip(axes, results.items(), strict=True):
+        name, factor, what, better = "loss", 1, "nats", "left"
+        if is_task(kind):
+            name, factor, what, better = "accuracy", 100, "% of whole keys", "right"
+        others = [label for label in by_label if label != to]
+        row[0].set_yticks(range(len(others)), [label.replace("$", r"\$") for label in others])
+        row[0].invert_yaxis()  # the first one on top
+        for ax, length in zip(row, lengths, strict=True):
+            for y, label in enumerate(others):
+                pairs = paired_differences(by_label[label], by_label[to], name, [length])
+                half = factor * half_interval(pairs) if len(pairs) > 1 else None
+                color, marker = STYLES.get(label.removesuffix(" + QK-norm"), ("black", "."))
+                style = dict(color=color, marker=marker, capsize=2)
+                ax.errorbar(factor * pairs.mean(), y, xerr=half, **style)
+            ax.axvline(0, color="black", lw=0.8, ls=":", zorder=1)
+            at = f"at {length} ({length / train_len:g}x), {seeds_note(by_label)}"
+            ax.set_title(f"{title_of(kind)} {at}", fontsize=10)
+            ax.set_xlabel(f"minus {to}, {what} ({better} is better)")
+            ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6))
+            ax.grid(alpha=0.25)
+    return fig
+
+
 def depth_grid(results, lengths):
     """The share of whole answers by depth of the needle, in tenths, and length: (10, lengths)."""
     weights, values = (
@@ -262,9 +303,16 @@ def figure_heat(by_label, by):
     return fig
 
 
-def draw(results, out, measure="perplexity", depth=False, message=""):
-    """OUT.png, and with depth OUT_depth.png and OUT_distance.png of a task. Returns their paths."""
-    figures = {out: figure_length(results, measure, message)}
+def draw(results, out, measure="perplexity", depth=False, message="", to=""):
+    """
+    OUT.png, by length or as differences to the label `to`, and with depth OUT_depth.png and
+    OUT_distance.png of a task. Returns their paths.
+    """
+    by_length = not all(to in by_label for by_label in results.values())
+    figure = (
+        figure_length(results, measure, message) if by_length else figure_differences(results, to)
+    )
+    figures = {out: figure}
     if depth and (tasks := [labels for kind, labels in results.items() if is_task(kind)]):
         every = [row for rs in tasks[0].values() for r in rs for row in r["lengths"].values()]
         for by, needed in (("depth", "accuracy_by_depth"), ("distance", "distance")):
@@ -283,6 +331,7 @@ def main(argv=None):
     add("results", nargs="*", help="json files of evaluations, single or gathered")
     add("--out", help="of the figure, without .png; else that of the first json file")
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
+    add("--to", default="", metavar="LABEL", help="draw the differences to it at 4x and 8x")
     add("--depth", action="store_true", help="also passkeys by depth and distance")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
@@ -299,7 +348,9 @@ def main(argv=None):
         out = args.out or Path(args.results[0]).with_suffix("")
         if not Path(out).name or Path(out).is_dir() or str(out).endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
-        figures = draw(results, out, measure, args.depth)
+        if args.to and not all(args.to in by_label for by_label in results.values()):
+            raise Refused(f"--to {args.to} is no label of all these results")
+        figures = draw(results, out, measure, args.depth, to=args.to)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)
     elif not args.tables:

@@ -5,9 +5,11 @@ import json
 import matplotlib.image
 import numpy as np
 from conftest import refuses
+from matplotlib.text import Text
 
+import common
 from paper import plot, tables
-from paper.results import load_results
+from paper.results import load_results, seed_of
 
 
 def result_file(folder, kind, pos, seed, value):
@@ -36,6 +38,41 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     assert len({tuple(line.items()) for line in style.values()}) == len(labels)
     assert style["RoPE + QK-norm"] == style["RoPE"] | {"ls": "--"}
     assert style["RoPE to FoPE"]["ls"] == "--" and "ls" not in style["FoPE to FoPE"]
+
+
+def test_text_has_ten_pixels_in_a_page_838_pixels_wide():
+    results = load_results([common.ROOT / "results" / "figure4_128.json"])
+    few = {kind: dict(list(labels.items())[:4]) for kind, labels in results.items()}
+    figures = [plot.figure_length(found) for found in (results, few)]
+    figures += [plot.figure_differences(results, "FoPE to FoPE")]
+    figures += [plot.figure_heat(few["passkey"], "depth")]
+    for fig in figures:
+        fig.draw_without_rendering()
+        scale = min(838 / (72 * fig.get_figwidth()), 160 / 72)
+        sizes = {
+            t.get_size() * scale for t in fig.findobj(Text) if t.get_text() and t.get_visible()
+        }
+        assert min(sizes) >= 10, sizes
+        plot.plt.close(fig)
+
+
+def test_differences_are_those_of_the_pairs():
+    results = load_results([common.ROOT / "results" / "figure4_128.json"])
+    fig = plot.figure_differences(results, "FoPE to FoPE")
+    labels = [text.get_text() for text in fig.axes[0].get_yticklabels()]
+    assert "FoPE to FoPE" not in labels and len(labels) == len(results["perplexity"]) - 1
+    at = labels.index("RoPE to RoPE")
+    losses = [
+        {seed_of(r): r["lengths"][1024]["loss"] for r in results["perplexity"][label]}
+        for label in ("RoPE to RoPE", "FoPE to FoPE")
+    ]
+    pairs = np.array([losses[0][seed] - losses[1][seed] for seed in losses[0]])
+    bar = fig.axes[0].containers[at]
+    assert np.allclose(bar.lines[0].get_xdata(), pairs.mean()) and len(pairs) == 5
+    ends = [x for cap in bar.lines[1] for x in cap.get_xdata()]
+    half = 2.776445 * pairs.std(ddof=1) / 5**0.5  # Student's t with 4 degrees of freedom
+    assert np.allclose(sorted(ends), [pairs.mean() - half, pairs.mean() + half], atol=1e-6)
+    plot.plt.close(fig)
 
 
 VALUES = {"fope": (0.5, 0.7), "rope": (0.25, 0.25), "nope": (0.0, 0.1), "mine": (0.9, 1.0)}
