@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import attention_row
 import decay
 import qk_activation
 import relative
@@ -180,6 +181,22 @@ def test_qk_activation_needs_transformers_for_what_is_no_run_of_ours(tmp_path, m
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     argv = [tmp_path / "nowhere", "--out", tmp_path]
     refuses(qk_activation.main, argv, "no run of train.py", "transformers is not installed")
+
+
+def test_attention_rows_of_a_model_that_only_knows_distance():
+    """With queries and keys of zero what is left of ALiBi is its bias: a formula."""
+    shape = dict(n_layer=2, n_head=2, head_dim=16, n_embd=32)
+    model = GPT(GPTConfig("alibi", train_len=64, vocab_size=128, **shape))
+    torch.nn.init.zeros_(model.blocks[-1].attn.qkv.weight)
+    rows = attention_row.attention_rows(model, [np.zeros(257, dtype=np.uint16)] * 2, 256)
+    assert [len(row) for row in rows] == [1, 2]
+    assert rows[0] == pytest.approx([1.0])
+    slopes, found = model.blocks[-1].attn.pos.slopes, []
+    for t in range(248, 256):
+        weights = torch.exp(-slopes[:, None] * torch.arange(t + 1))
+        found.append((weights[:, :128].sum(1) / weights.sum(1)).mean().item())
+    assert rows[1] == pytest.approx([np.mean(found), 1 - np.mean(found)], abs=1e-4)
+    assert 0.5 < rows[1][0] < 0.9999
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""
+Where does attention go once the text is longer than in training? (the first screen of
+docs/index.html, which holds these numbers)
+
+    python experiments/attention_row.py runs_out/tiny/text/{rope,fope_cf,fope,alibi}_s{1,2,3,4,5}
+
+Each model reads held-out windows of 4 times its training length. For every 128th position, the
+last layer's attention over the distance to the key, in steps of 128 tokens: the mean over heads,
+windows, the runs of one name, and the 8 queries up to that position. Look at: how much goes further
+than the training length, where RoPE's slow pairs show angles that training never did.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from shared import Parser, write_json
+
+from checkpoint import load_run
+from common import command, one_sentence_errors, provenance
+from data import TokenData
+from evaluation import spread_windows
+
+STEP, QUERIES, WINDOWS = 128, 8, 8
+
+
+@torch.no_grad()
+def attention_rows(model, windows, T):
+    """[for the query at STEP - 1, 2 STEP - 1, ...: [share of each step of distance, ...], ...]"""
+    heard, attn = [], model.blocks[-1].attn
+    hooks = [
+        m.register_forward_hook(lambda *a: heard.append(a[-1])) for m in (attn.q_norm, attn.k_norm)
+    ]
+    rows = torch.zeros(T // STEP, T // STEP)
+    for window in windows:
+        heard.clear()
+        model(torch.as_tensor(window[:T]).long()[None])
+        scores = attn.pos.scores(*heard)[0]  # (n_head, T, T), of q and k before their rotation
+        scores.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
+        weights = scores.softmax(dim=-1)
+        for n, row in enumerate(rows):
+            for t in range((n + 1) * STEP - QUERIES, (n + 1) * STEP):
+                near_first = weights[:, t, : t + 1].mean(dim=0).flip(0)
+                row += torch.nn.functional.pad(near_first, (0, T - t - 1)).view(-1, STEP).sum(-1)
+    for hook in hooks:
+        hook.remove()
+    rows = rows / (len(windows) * QUERIES)
+    return [row[: n + 1].tolist() for n, row in enumerate(rows)]
+
+
+def main(argv=None):
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders NAME_sSEED of text models")
+    args = parser.parse_args(argv)
+    of_name = defaultdict(list)
+    for run in args.runs:
+        model, _, _ = load_run(run)
+        T = 4 * model.config.train_len
+        windows = spread_windows(TokenData(model.config.data, "val"), T, WINDOWS)
+        of_name[Path(run).name.rpartition("_s")[0]].append(attention_rows(model, windows, T))
+    numbers = {"train_len": T // 4, "step": STEP, "runs": len(args.runs), "rows": {}}
+    for name, found in of_name.items():
+        rows = [torch.tensor(rows).mean(dim=0) for rows in zip(*found, strict=True)]
+        numbers["rows"][name] = [[round(x, 3) for x in row.tolist()] for row in rows]
+    about = {"command": command(), **provenance(torch.device("cpu"))}
+    write_json(args.out / "attention_row.json", about | numbers)
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()
