@@ -3,6 +3,7 @@ Results to Markdown tables.
 """
 
 import html
+import json
 import re
 import shlex
 from collections import Counter
@@ -183,17 +184,47 @@ def bench_table(result):
     return grid(columns, rows)
 
 
+def page_numbers(folder):
+    """
+    What the first screen of docs/index.html draws, as JSON: attention rows (experiments/
+    attention_row.py), and the loss by position, in the same steps, over the seeds.
+    """
+    attention, loss = read_json(folder / "mechanism" / "attention_row.json", kind=dict), {}
+    step, n = attention["step"], 4 * attention["train_len"] // attention["step"]
+    for name, (figure, label) in ON_THE_PAGE.items():
+        results = load_results([folder / f"{figure}.json"])["perplexity"][label]
+        longest = common_lengths(results)[-1]
+        parts = np.mean([r["lengths"][longest]["by_position"] for r in results], axis=0)
+        by_step = parts.reshape(-1, len(parts) * step // longest).mean(axis=1)[:n]
+        loss[name] = [round(x, 3) for x in by_step.tolist()]
+    rows = {name: attention["rows"][run] for name, run in zip(ON_THE_PAGE, PAGE_RUNS, strict=True)}
+    numbers = dict(train_len=attention["train_len"], step=step, loss=loss, attention=rows)
+    lines = (
+        json.dumps(numbers).replace('"loss"', '\n"loss"').replace('"attention"', '\n"attention"')
+    )
+    return f'<script type="application/json" id="measured">\n{lines}\n</script>'
+
+
 # --- tables in a text
 
 ABOUT = """Every json in this folder, by `python -m paper.plot --tables results/TABLES.md`. The mean
 ± the standard deviation over seeds; of differences within a seed the mean ± half its 95 % interval,
 to FoPE and to RoPE."""
+ON_THE_PAGE = {  # name there: figure, label; and the name of its runs
+    "rope": ("figure1", "RoPE"),
+    "floor": ("parts", "FoPE, CF alone"),
+    "fope": ("figure1", "FoPE"),
+    "alibi": ("figure1", "ALiBi"),
+}
+PAGE_RUNS = ("rope", "fope_cf", "fope", "alibi")
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
 def table_of(name, options, folder):
     """The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json."""
     path, options = Path(folder) / f"{name}.json", shlex.split(options)
+    if name == "page":
+        return page_numbers(Path(folder))
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
     results, to = load_results([path]), "FoPE"
@@ -209,6 +240,8 @@ def table_of(name, options, folder):
             results = {value: results[value]}
         elif key == "to":
             to = value
+        elif key == "only":
+            results = {kind: {value: of[value]} for kind, of in results.items() if value in of}
     if "removed" in options:
         return removed_table(results)
     if "distance" in options:
