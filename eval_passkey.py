@@ -27,7 +27,7 @@ def main(argv=None):
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
-    out = evaluation.result_file(args, name)
+    out = evaluation.result_file(args, name, recipe)
     task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
     seed = recipe.seed if args.seed is None else args.seed
     how = recipe.trials, seed, args.generate, common.rank() == 0

@@ -29,7 +29,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     asked = dict(lengths=args.lengths, read_tokens=args.max_tokens)
     model, trained = evaluation.load_for_evaluation(args, **asked)
-    recipe, out = model.config, evaluation.result_file(args, "perplexity")
+    recipe = model.config
+    out = evaluation.result_file(args, "perplexity", recipe)
     data = TokenData(args.data or recipe.data, "val")
     if data.tokenizer_id() != recipe.tokenizer:
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"

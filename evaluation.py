@@ -16,7 +16,7 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from recipe import parse_lengths
+from recipe import parse_lengths, recipe_fields
 
 DEPTH_BINS = 10
 
@@ -202,20 +202,25 @@ def load_for_evaluation(args, **asked):
     return model.to(device), trained
 
 
-def result_file(args, kind):
-    """Where the result goes, checked now and not after the work: it may replace a result alone."""
+def result_file(args, kind, recipe):
+    """
+    Where the result goes, checked now and not after the work: it may replace one of the same kind
+    and model alone.
+    """
     out = args.out or Path(args.run) / f"{kind}.json"
-    if out.exists() and not (out.is_file() and is_result(out)):
-        raise Refused(f"--out {out} is there already and is no result")
+    if out.exists():
+        try:
+            old = common.read_json(out)
+            was, fields, _ = old["kind"], recipe_fields(old), old["lengths"]
+        except (Refused, KeyError, TypeError):
+            raise Refused(f"--out {out} is there already and is no result") from None
+        of_the_model = ("pos", "pos_args", "rope_scaling", "qk_norm", "train_len", "seed")
+        now = asdict(recipe)
+        if was != kind or any(fields.get(name) != now[name] for name in of_the_model):
+            what = f"{was} of {fields.get('pos')}, seed {fields.get('seed')}"
+            raise Refused(f"--out {out} holds another result ({what}); give another name")
     common.make_folder(out.parent)
     return out
-
-
-def is_result(path):
-    try:
-        return {"kind", "lengths"} <= common.read_json(path).keys()
-    except Refused:
-        return False
 
 
 def evaluate_lengths(model, evaluate):

@@ -170,8 +170,10 @@ def main(argv=None):
         help="in a Llama instead: training and decoding, speed alone",
     )
     common.add_device_flag(parser)
-    add("--out", help="the json file, if not results/bench_{preset}_{device}.json")
+    add("--out", type=Path, help="the json file, if not results/bench_{preset}_{device}.json")
     args = parser.parse_args(argv)
+    if args.out and args.out.exists() and "summary" not in common.read_json(args.out):
+        raise common.Refused(f"--out {args.out} is there already and is no result of this script")
     device = common.init_distributed(args.device)
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000

@@ -206,9 +206,9 @@ def test_what_is_asked_by_default_is_the_recipes(data_folder, tmp_path):
     result = read(tmp_path / "r.json")
     assert result["trial_seed"] == 6 and list(result["lengths"]) == ["288"]
     assert result["lengths"]["288"]["trials"] == 4
-    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "r.json"]
+    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "p.json"]
     evaluate(eval_perplexity, run, *more)
-    assert read(tmp_path / "r.json")["lengths"]["32"]["tokens"] == 64
+    assert read(tmp_path / "p.json")["lengths"]["32"]["tokens"] == 64
 
 
 def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, capsys):
@@ -229,6 +229,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
     ):
         evaluate(eval_perplexity, checkpoint, *lengths, *flags)
         result = read(out)
+        out.unlink()  # or the next one, of another embedding, would be refused
         recipe = result["recipe"]
         assert recipe["rope_scaling"] == scaling and recipe["pos_args"] == {}
         assert result["label"] == ("stretched" if "--label" in flags else None)
@@ -522,6 +523,19 @@ def test_results_do_not_take_the_place_of_something_else(script, run, tmp_path):
     for out in (tmp_path, *run.iterdir()):
         refuses(script.main, [run, "--lengths", "256", "--out", out], "already and is no result")
     assert {p.name: p.read_bytes() for p in run.iterdir()} == before
+
+
+def test_a_result_takes_the_place_of_one_of_its_own_model_alone(run, tmp_path):
+    out, short = tmp_path / "r.json", ["--lengths", "128", "--max_tokens", "500"]
+    for _ in range(2):  # the second replaces the first
+        evaluate(eval_perplexity, run, *short, "--out", out)
+    before = out.read_bytes()
+    changed = ["--rope_scaling", "factor=2"]
+    refuses(eval_perplexity.main, [run, *short, *changed, "--out", out], "another result (perplex")
+    refuses(
+        eval_passkey.main, [run, "--trials", "1", "--out", out], "another result (perplexity of"
+    )
+    assert out.read_bytes() == before
 
 
 def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):

@@ -475,7 +475,7 @@ def test_an_exported_run_writes_through_a_pipeline(checkpoint, tmp_path):
 def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", "--pos=kerple")
     refuses(hf.export.main, [run, "--out", tmp_path / "out"], "kerple")
-    refuses(hf.export.main, [run, "--out", run], "is a run")
+    refuses(hf.export.main, [run, "--out", run], "holds other files")
     refuses(hf.export.main, [tmp_path / "nothing", "--out", tmp_path / "out"], "no checkpoint")
     narrow = run_training(data_folder, tmp_path / "narrow", "--n_embd=33")
     refuses(hf.export.main, [narrow, "--out", tmp_path / "out"], "multiple of the 2 heads")
