@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 
+import matplotlib.image
 import pytest
 import torch
 from conftest import ROOT
@@ -39,6 +40,17 @@ def test_lines_quoted_are_those_of_fope():
         quoted = [line.strip().replace("&gt;", ">") for line in quotation.splitlines()]
         starts = range(len(lines))
         assert any(lines[i : i + len(quoted)] == quoted for i in starts), quotation
+
+
+def test_it_is_published_with_its_picture_by_pinned_actions():
+    description = re.search(r'og:image" content="([^"]+)"', PAGE.read_text(encoding="utf-8"))
+    image = matplotlib.image.imread(PAGE.parent / description[1])
+    assert image.shape[1] == 1200 and image.shape[0] == 630
+    workflows = list((ROOT / ".github" / "workflows").glob("*.yml"))
+    uses = [line for path in workflows for line in path.read_text().splitlines() if "uses:" in line]
+    assert len(workflows) == 2 and len(uses) >= 6
+    assert all(re.search(r"@[0-9a-f]{40} # v\d", line) for line in uses)
+    assert all("\npermissions:\n" in path.read_text() for path in workflows)
 
 
 def luminance(colour):
