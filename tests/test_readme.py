@@ -1,5 +1,6 @@
 """The links, tables, numbers and commands of README and report are those of the project."""
 
+import json
 import re
 import subprocess
 import sys
@@ -49,11 +50,12 @@ def test_the_headline_is_that_of_the_results():
     shares = results.rise_removed(found["perplexity"])["FoPE"]
     assert f"That is {100 * sum(shares) / 10:.0f} % of RoPE's rise" in text
     keys = {
-        label: results.seed_stats(rows, "accuracy", [1024, 2048])[1]
+        label: results.seed_stats(rows, "accuracy", [2048, 4096])[1]
         for label, rows in found["passkey"].items()
     }
-    assert f"At 2048 tokens it finds {100 * keys['FoPE'][1]:.0f} % of them" in text
-    assert keys["RoPE"][1] < 0.01 and keys["ALiBi"].max() < 0.01
+    a, b, c = (f"{100 * share:.0f}" for share in (*keys["FoPE"], keys["RoPE"][0]))
+    assert f"At 2048 tokens it finds {a} % of them and at 4096 {b} %, RoPE {c} % and none." in text
+    assert keys["RoPE"][1] == keys["ALiBi"].max() == 0
     parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
     shares = results.rise_removed(parts)
     for label, words in (
@@ -67,6 +69,15 @@ def test_the_headline_is_that_of_the_results():
         for r in found["perplexity"]["ALiBi"]
         for row in r["lengths"].values()
     )
+
+
+def test_the_attention_row_is_that_of_its_json():
+    stored = json.loads(read("results/mechanism/attention_row.json"))
+    beyond = stored["train_len"] // stored["step"]
+    far = {name: f"{100 * sum(rows[-1][beyond:]):.0f} %" for name, rows in stored["rows"].items()}
+    assert far["fope"] == far["fope_cf"]
+    words = "{rope} of its attention to keys further away than in training, FoPE's and the floor "
+    assert (words + "alone's {fope}, ALiBi's {alibi}").format(**far) in read("results/README.md")
 
 
 def test_readme_is_a_page():
