@@ -322,7 +322,7 @@ def test_two_processes_train_and_evaluate_as_one(data_folder, tmp_path):
     ):
         results = []
         for launch in (torchrun, run_command):
-            out = tmp_path / f"{len(results)}.json"
+            out = tmp_path / f"{script}{len(results)}.json"
             argv = [one, "--lengths=256,512", *more, "--device=cpu", "--out", out]
             code, _, stderr = launch(script, *argv)
             assert code == 0, stderr

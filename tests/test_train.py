@@ -610,9 +610,10 @@ def test_a_run_of_the_old_format_is_read_evaluated_and_resumed(data_folder, tmp_
         (eval_passkey, ["--trials=3", "--lengths=256"]),
     ):
         results = []
+        out = tmp_path / f"{script.__name__}.json"
         for run in (half, old):
-            script.main([str(run), *more, "--out", str(tmp_path / "r.json")])
-            results.append(json.loads((tmp_path / "r.json").read_text()))
+            script.main([str(run), *more, "--out", str(out)])
+            results.append(json.loads(out.read_text()))
         assert results[0]["lengths"] == results[1]["lengths"]
     train.main(["--resume", "--out", str(old)])
     for key in ("model", "optimizer", "step"):
