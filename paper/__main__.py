@@ -293,7 +293,11 @@ def main(argv=None):
     results = load_results([result])
     message = figure.message if args.size == "tiny" and len(args.seeds) > 1 else ""
     how = dict(depth=figure.depth, message=message, to=figure.to)
-    drawn = plot.draw(results, result.with_suffix(""), **how)
+    curves = {
+        kind: {label: rs for label, rs in by_label.items() if label in figure.curves}
+        for kind, by_label in results.items()
+    }
+    drawn = plot.draw(curves if figure.curves else results, result.with_suffix(""), **how)
     print(tables.markdown_table(results))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")

@@ -45,6 +45,7 @@ class Figure:
     depth: bool = False  # draw tasks by depth, too
     to: str = ""  # draw differences to this label, where curves would lie upon each other
     message: str = ""  # what several seeds at tiny size say, above it
+    curves: tuple = ()  # the labels that are drawn, if not all: five can be told apart
 
 
 @dataclass
@@ -235,6 +236,7 @@ FIGURES = {
         BOTH,
         depth=True,
         message="The floor (CF) does it; the series (FS) alone breaks as RoPE does",
+        curves=("RoPE", "RoPE + QK-norm", "FoPE", *(m.label for m in (CF, FS_MATCHED))),
     ),
     "figure4": Figure(
         "a tenth more training at twice the length: YaRN and FoPE",
