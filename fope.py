@@ -4,7 +4,7 @@ Position embeddings: everything a token knows about where it is. This file needs
     NoPE    nothing but the causal mask
     ALiBi   a penalty on distance, added to the attention logits           (Press et al., 2022)
     RoPE    each pair of query/key dimensions turns at one frequency       (Su et al., 2021)
-    FoPE    each pair follows a Fourier series, slow frequencies removed   (Hua et al., ICML 2025)
+    FoPE    slow pairs stand still, the others follow a Fourier series     (Hua et al., ICML 2025)
 
     pos = FoPE(head_dim=64, n_head=8, train_len=512)
     q, k = pos.rotate(q, k)       # q, k, v: (B, n_head, T, head_dim), of positions 0 .. T-1
@@ -44,11 +44,74 @@ def rotation_tables(freqs, T):
 def apply_rotation(x, cos, sin):
     """
     Each pair of dimensions (m, m + head_dim/2) of x (..., T, head_dim) is a complex number
-    x1 + i x2; multiply it by cos + i sin. With RoPE's tables that is e^{i w_m t}, a rotation. The
-    tables are (T, head_dim/2) or (n_head, T, head_dim/2). In fp32; returned in the dtype of x.
+    x1 + i x2; multiply it by cos + i sin. With RoPE's tables that is e^{i w_m t}, a rotation. With
+    FoPE's the length changes, too. The tables are (T, head_dim/2), or (n_head, T, head_dim/2) with
+    one for each head. In fp32; returned in the dtype of x.
     """
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+# --- FoPE, as one can put it on a wall (section 4)
+
+
+def above_floor(freqs, train_len):
+    """
+    CF, "clip floor to zero": the frequencies that complete a cycle in train_len tokens. A pair with
+    a slower one has never shown its whole circle in training. It gets frequency zero: it stands
+    still.
+    """
+    return freqs[freqs >= 2 * math.pi / train_len]
+
+
+def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
+    """
+    FS, the Fourier series (Eq. 11-13): linear layers and activations mix frequencies, so each pair
+    that turns follows a sum over all of them.
+
+        cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
+
+    cos, sin (T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head, D,
+    K): the identity plus small random numbers, never trained. Returns two (n_head, T, n_pairs): K
+    pairs that turn, then those that stand still, with cosine 1 and sine sin_pad. With the identity
+    alone and sin_pad 0 it is RoPE whose slow pairs stand still.
+    """
+    # in fp64: the same on every device, rounded by no setting
+    cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
+    sin = (sin.double() @ sin_coef.double()).float()
+    n_constant = n_pairs - cos.size(-1)
+    cos = F.pad(cos, (0, n_constant), value=1.0)
+    sin = F.pad(sin, (0, n_constant), value=sin_pad)
+    return cos, sin
+
+
+EXAMPLE = """
+Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a cycle
+needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
+
+    >>> freqs = above_floor(rope_freqs(8), train_len=64)
+    >>> freqs
+    tensor([1.0000, 0.1000])
+
+Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a constant for the others.
+
+    >>> cos, sin = rotation_tables(freqs, T=4)
+    >>> one = torch.eye(2)[None]
+    >>> fourier_tables(cos, sin, one, one, n_pairs=4, sin_pad=0.0)[0][0]
+    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
+            [ 0.5403,  0.9950,  1.0000,  1.0000],
+            [-0.4161,  0.9801,  1.0000,  1.0000],
+            [-0.9900,  0.9553,  1.0000,  1.0000]])
+
+And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
+
+    >>> coef = torch.tensor([[[1.0, -0.1], [0.1, 1.0]]])
+    >>> fourier_tables(cos, sin, coef, coef, n_pairs=4, sin_pad=0.0)[0][0]
+    tensor([[ 1.1000,  0.9000,  1.0000,  1.0000],
+            [ 0.6398,  0.9410,  1.0000,  1.0000],
+            [-0.3181,  1.0217,  1.0000,  1.0000],
+            [-0.8945,  1.0543,  1.0000,  1.0000]])
+"""
 
 
 # --- NoPE and ALiBi
@@ -109,7 +172,7 @@ class ALiBi(PositionEmbedding):
         """
         The bias without an attention mask. Softmax ignores what is constant in a row, so
         -m(i - j) can be +m j: one number per key, at position j (.., T), which two extra columns
-        of q and k bring into the dot product. j is split into 256 floor(j/256) and j mod 256:
+        of q and k bring into the dot product. j is split into 256 * (j // 256) and j % 256:
         bf16 holds integers exactly only up to 256, and both parts exactly up to j = 65535.
         """
         key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(k.dtype)
@@ -177,68 +240,6 @@ class RoPE(PositionEmbedding):
     def _apply(self, fn, recurse=True):
         self.forget_tables()  # to another device
         return super()._apply(fn, recurse)
-
-
-# --- FoPE, as one can put it on a wall (section 4)
-
-
-def above_floor(freqs, train_len):
-    """
-    CF, "clip floor to zero": the frequencies that complete a cycle in train_len tokens. A pair with
-    a slower one has never shown its whole circle in training. It gets frequency zero: it stands
-    still.
-    """
-    return freqs[freqs >= 2 * math.pi / train_len]
-
-
-def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
-    """
-    FS, the Fourier series (Eq. 11-13): linear layers and activations mix frequencies, so each pair
-    that turns follows a sum over all of them.
-
-        cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
-
-    cos, sin (T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head, D,
-    K): the identity plus small random numbers, never trained. Returns two (n_head, T, n_pairs): K
-    pairs that turn, then those that stand still, with cosine 1 and sine sin_pad. With the identity
-    alone and sin_pad 0 it is RoPE whose slow pairs stand still.
-    """
-    # in fp64: the same on every device, rounded by no setting
-    cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
-    sin = (sin.double() @ sin_coef.double()).float()
-    n_constant = n_pairs - cos.size(-1)
-    cos = F.pad(cos, (0, n_constant), value=1.0)
-    sin = F.pad(sin, (0, n_constant), value=sin_pad)
-    return cos, sin
-
-
-EXAMPLE = """
-Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a cycle
-needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
-
-    >>> freqs = above_floor(rope_freqs(8), train_len=64)
-    >>> freqs
-    tensor([1.0000, 0.1000])
-
-Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a constant for the others.
-
-    >>> cos, sin = rotation_tables(freqs, T=4)
-    >>> one = torch.eye(2)[None]
-    >>> fourier_tables(cos, sin, one, one, n_pairs=4, sin_pad=0.0)[0][0]
-    tensor([[ 1.0000,  1.0000,  1.0000,  1.0000],
-            [ 0.5403,  0.9950,  1.0000,  1.0000],
-            [-0.4161,  0.9801,  1.0000,  1.0000],
-            [-0.9900,  0.9553,  1.0000,  1.0000]])
-
-And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
-
-    >>> coef = torch.tensor([[[1.0, -0.1], [0.1, 1.0]]])
-    >>> fourier_tables(cos, sin, coef, coef, n_pairs=4, sin_pad=0.0)[0][0]
-    tensor([[ 1.1000,  0.9000,  1.0000,  1.0000],
-            [ 0.6398,  0.9410,  1.0000,  1.0000],
-            [-0.3181,  1.0217,  1.0000,  1.0000],
-            [-0.8945,  1.0543,  1.0000,  1.0000]])
-"""
 
 
 # --- FoPE as a module, with what the released code does otherwise

