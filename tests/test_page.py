@@ -327,7 +327,7 @@ def test_play_goes_to_the_end_by_steps_for_who_asked_for_less_motion(page):
     button.click()
     stopped = state(page)["position"]
     time.sleep(0.3)
-    assert 0 < state(page)["position"] == stopped < 300
+    assert 0 < state(page)["position"] == stopped < 1023
     less = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", less)
     page.execute_script("set({position: 0})")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -48,7 +49,7 @@ def test_the_headline_is_that_of_the_results():
         start, end = (f"{p:.1f}" for p in perplexity)
         assert n == 10 and f"{words} from {start} to {end}" in text
     shares = results.rise_removed(found["perplexity"])["FoPE"]
-    assert f"That is {100 * sum(shares) / 10:.0f} % of RoPE's rise" in text
+    assert f"FoPE removes {100 * sum(shares) / 10:.0f} % of RoPE's rise" in text
     keys = {
         label: results.seed_stats(rows, "accuracy", [2048, 4096])[1]
         for label, rows in found["passkey"].items()
@@ -59,7 +60,7 @@ def test_the_headline_is_that_of_the_results():
     parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
     shares = results.rise_removed(parts)
     for label, words in (
-        ("FoPE, CF alone", "alone it keeps {} %"),
+        ("FoPE, CF alone", "Alone it removes {} %"),
         ("FoPE, FS alone, FoPE's table noise", "the series alone {} %"),
     ):
         share = 100 * sum(shares[label]) / len(shares[label])
@@ -69,6 +70,31 @@ def test_the_headline_is_that_of_the_results():
         for r in found["perplexity"]["ALiBi"]
         for row in r["lengths"].values()
     )
+
+
+def test_the_report_says_what_the_parts_are_worth():
+    """Shares of RoPE's rise that are removed, with their intervals, and the rises with QK-norm."""
+    text = " ".join(read("results/README.md").split())
+    parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
+    shares = {label: 100 * np.array(s) for label, s in results.rise_removed(parts).items()}
+    for label, words in (
+        ("FoPE, CF alone", "the floor alone removes {}"),
+        ("FoPE", "with the series {}"),
+        ("FoPE, FS alone, FoPE's table noise", "The series alone removes {}"),
+        ("RoPE + QK-norm", "QK-norm alone removes {}"),
+    ):
+        share = f"{shares[label].mean():.0f} ± {results.half_interval(shares[label]):.0f}"
+        assert words.format(share) in text, label
+    rise = {
+        label: np.diff(results.seed_stats(rows, "loss", [512, 8192])[1])[0]
+        for label, rows in parts.items()
+    }
+    assert (
+        f"RoPE's loss on text rises by {rise['RoPE']:.2f} nats, FoPE's by {rise['FoPE']:.2f}"
+        in text
+    )
+    with_norm = " and ".join(f"{rise[f'{name} + QK-norm']:.2f}" for name in ("RoPE", "FoPE"))
+    assert f"With QK-norm in both, losses rise by {with_norm} nats" in text
 
 
 def test_the_attention_row_is_that_of_its_json():
