@@ -203,7 +203,8 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
         By.CSS_SELECTOR,
         "form input, form select, .bar button, .bar input[id=position], header button",
     )
-    page.execute_script("document.getElementById('more').open = true")
+    # the way back is there once there is something to go back from
+    page.execute_script("document.getElementById('more').open = true; set({seed: 7})")
     # all are reached by the tabulator alone
     reached = set()
     for _ in range(len(controls) + 30):  # and links
@@ -301,8 +302,13 @@ def test_the_address_holds_the_settings(page):
         == "Changed: theta 500,000; FoPE as in the paper's equations; floor: slow pairs stop off."
     )
     # what is no setting is left out, and what is too large is cut
-    wrong = at("position=1e9&floor=0&theta=7&times=x&seed=-3&constructor=1&variant=toString")
+    wrong = at(
+        "position=1e9&floor=0&theta=7&times=x&seed=-3&constructor=1&variant=toString&show=rope"
+    )
     assert wrong == start | {"position": 2047, "floor": False, "seed": 0}
+    # a link keeps the position and the embedding that are shown
+    at("position=700&show=fope")
+    assert at("sigma=1") == start | {"position": 700, "show": "fope", "sigma": 1}
     # every link of the page that sets something sets it
     links = re.findall(r'href="#([^"]+)"', PAGE.read_text(encoding="utf-8"))
     assert len(links) >= 8
