@@ -222,7 +222,7 @@ FIGURES = {
         FOUR,
         BOTH,
         depth=True,
-        message="Past its training length FoPE loses little, and finds keys where RoPE finds none",
+        message="Past its training length FoPE loses little, and finds more passkeys than RoPE",
     ),
     "anywhere": Figure(
         "passkeys whose question stands anywhere in training",
