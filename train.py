@@ -277,6 +277,8 @@ def main(argv=None):
 
     # its data
     data, val_tokens = TokenData(recipe.data, "train"), read_validation(recipe)
+    if data.folder.resolve() == out.resolve():
+        raise Refused(f"--out {out} is the data's folder; choose another")
     tokens_are = dict(tokenizer=data.tokenizer_id(), vocab_size=data.meta["vocab_size"])
     if (model or start) and recipe.tokenizer != tokens_are["tokenizer"]:
         was = f"{out if model else recipe.init_from} has the tokenizer {recipe.tokenizer}"

@@ -442,6 +442,12 @@ def test_unknown_embedding_lists_the_known_ones():
     refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
 
 
+def test_a_run_is_not_put_beside_its_data(data_folder):
+    before = sorted(data_folder.iterdir())
+    refuses(train.main, train_argv(data_folder, data_folder), "is the data's folder")
+    assert sorted(data_folder.iterdir()) == before
+
+
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
     before = (checkpoint / "checkpoint.pt").read_bytes()
     argv = train_argv(data_folder, checkpoint)
