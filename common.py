@@ -44,6 +44,9 @@ def one_sentence_errors(main):
                 raise
             less = "a larger --grad_accum, smaller models, shorter lengths, smaller files need less"
             sys.exit(f"error: out of memory; {less}")
+        except BrokenPipeError:  # what reads our output, such as head, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

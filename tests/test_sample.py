@@ -1,10 +1,13 @@
 """Text from a checkpoint: the model's own, in the run's tokenizer, as it comes."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import refuses
+from conftest import ROOT, refuses
 
 import sample
 from checkpoint import load_checkpoint, save_checkpoint
@@ -80,3 +83,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 def test_a_model_without_a_run_is_refused(tmp_path):
     save_checkpoint(tmp_path, load_checkpoint(byte_model(tmp_path, b"ab"))[0])
     refuses(sample.main, [tmp_path], "not one that train.py wrote")
+
+
+@pytest.mark.slow
+def test_a_terminal_without_a_character_and_a_reader_that_has_enough(checkpoint):
+    """An ASCII terminal gets a question mark; `| head -c 5` ends it without a traceback."""
+    command = f"{sys.executable} sample.py {checkpoint} --prompt café --max_new_tokens 500"
+    for more, first in ((" --top_k 1", b"caf?"), (" | head -c 3", b"caf")):
+        env = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command + more, shell=True, cwd=ROOT, env=env, capture_output=True)
+        assert done.returncode == 0 and done.stdout.startswith(first), done.stderr
+        assert not done.stderr
