@@ -31,6 +31,8 @@ def batch_rows(device, length):
 
 def spread_windows(data, length, n):
     """n windows of length + 1 tokens, spread evenly over a split of data: (n, length + 1)."""
+    if len(data) <= length:
+        raise Refused(f"a text of {length:,} tokens is to be read, {data.folder} has {len(data):,}")
     starts = np.linspace(0, len(data) - 1 - length, n).astype(int)
     return np.stack([data.read(int(start), length + 1) for start in starts])
 

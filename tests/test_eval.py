@@ -548,3 +548,10 @@ def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):
     refuses(eval_passkey.main, [untold], "not one that train.py wrote")
     (run / "tokenizer.tiktoken").unlink()
     refuses(eval_passkey.main, [run], "tokenizer.tiktoken")
+
+
+def test_windows_that_the_data_has_not_are_refused(data_folder):
+    data = TokenData(data_folder, "val")
+    assert evaluation.spread_windows(data, len(data) - 1, 2).shape == (2, len(data))
+    with pytest.raises(Refused, match="is to be read"):
+        evaluation.spread_windows(data, len(data), 2)
