@@ -141,7 +141,14 @@ def main(argv=None):
     recipe |= trainer_fields(args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
     first_line("--trainer", lambda: get_reporting_integration_callbacks(config.report_to))
-    common.make_folder(args.out)
+    started = common.make_folder(args.out) / "finetune.json"
+    what = "model", "data", "config", "split", "context", "pos", "pos_args", "rope_scaling"
+    asked = {name: str(getattr(args, name)) for name in what}
+    if not started.exists() and any(started.parent.iterdir()):
+        raise Refused(f"--out {args.out} holds other files; give an empty or a new folder")
+    if started.exists() and (was := common.read_json(started)) != asked:
+        differs = ", ".join(f"--{name}" for name in what if was.get(name) != asked[name])
+        raise Refused(f"{args.out} was started with another {differs}; choose another --out")
     data = read_data(args.data, args.config, args.split)
     trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
@@ -160,6 +167,8 @@ def main(argv=None):
     now = getattr(model.config, "swap", None)
     if last and common.read_json(f"{last}/config.json").get("swap") != now:
         raise Refused(f"{last} has another embedding: choose another --out")
+    if trainer.is_world_process_zero():
+        common.write_json(started, asked)
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model()
 

@@ -16,6 +16,7 @@ as in the paper.
 """
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -138,8 +139,9 @@ def jobs_of(figure, args):
 
 def some_seeds(text):
     """A type for argparse: "5" is the first five seeds, "1-10" those from 1 to 10."""
-    first, _, last = text.rpartition("-")
-    seeds = range(int(first), int(last) + 1) if first else range(int(last))
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text) or [None, None, 0]
+    first, last = found[1], int(found[2])
+    seeds = range(int(first), last + 1) if first else range(last)
     if not 1 <= len(seeds) <= 99:
         raise argparse.ArgumentTypeError("must be 1 to 99 seeds, such as 5 or 1-10")
     return seeds
@@ -288,6 +290,8 @@ def main(argv=None):
     # one file of results, the figure, the table
     suffix = "" if args.size in TINY else f"_{args.size}"
     gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
+    if not gathered:
+        raise Refused(f"nothing of {name} is done in {args.out}")
     result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
     common.write_json(result, gathered)
     results = load_results([result])

@@ -228,7 +228,9 @@ def compare(primary, folder):
     """
     rows = []
     for figure, kind, name, label, to, multiple in primary:
-        by_label = load_results([Path(folder) / f"{figure}.json"])[kind]
+        by_label = load_results([Path(folder) / f"{figure}.json"]).get(kind, {})
+        if not {label, to} <= by_label.keys():
+            raise Refused(f"{figure}.json in {folder} has not the {kind} of both {label} and {to}")
         length = multiple * train_len_of(by_label[label])
         named = [r for r in by_label[label] if seed_of(r) > 0]
         values = paired_differences(named, by_label[to], name, [length])[:, 0]

@@ -547,6 +547,13 @@ def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
     config = hf.swap.load(out).config
     assert config.swap["train_len"] == config.max_position_embeddings == 64
+    # the same folder takes no other data, and another's files are not written over
+    other = write_jsonl(tmp_path / "other.jsonl", chats)
+    words = [str(other if word == data else word) for word in argv]
+    refuses(finetune(), words, "was started with another --data")
+    refuses(
+        finetune(), [str(llama_folder if word == out else word) for word in argv], "other files"
+    )
 
 
 def test_the_calls_of_the_readme(llama_folder, tmp_path, monkeypatch, benchmark):

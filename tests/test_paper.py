@@ -239,6 +239,12 @@ def test_list_and_refusals(capsys, tmp_path):
     refuses(paper.main, ["figure9"], "invalid choice", "figure6a")
     refuses(paper.main, ["figure1", "--size", "3B"], "invalid choice")
     refuses(paper.main, ["figure1", "--seeds", "0"], "--seeds", "1 to 99 seeds")
+    refuses(paper.main, ["figure1", "--seeds=-2"], "--seeds", "1 to 99 seeds")
+    nothing = ["figure1", "--gather", "--out", tmp_path / "new", "--results", tmp_path]
+    (tmp_path / "figure1.json").write_text("[]")
+    refuses(paper.main, nothing, "nothing of figure1 is done in")
+    (tmp_path / "figure1.json").write_text((ROOT / "results" / "parts.json").read_text())
+    refuses(paper.main, ["--primary", "--results", tmp_path], "figure1.json", "both ALiBi and FoPE")
     argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
     if not (ROOT / "data" / "c4" / "meta.json").exists():
         refuses(paper.main, argv, "no data/c4", "python prepare_data.py --help")
