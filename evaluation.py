@@ -214,7 +214,7 @@ def result_file(args, kind, recipe):
         try:
             old = common.read_json(out)
             was, fields, _ = old["kind"], recipe_fields(old), old["lengths"]
-        except (Refused, KeyError, TypeError, ValueError, AttributeError):
+        except (Refused, KeyError, TypeError):
             raise Refused(f"--out {out} is there already and is no result") from None
         of_the_model = ("pos", "pos_args", "rope_scaling", "qk_norm", "train_len", "seed")
         now = asdict(recipe)

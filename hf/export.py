@@ -109,7 +109,7 @@ def main(argv=None):
     parser.add_argument("--out", required=True, type=Path, help="folder for the exported model")
     args = parser.parse_args(argv)
     readme = args.out / "README.md"
-    ours = readme.is_file() and readme.read_text("utf-8", "replace").strip() in (PLAIN, SWAPPED)
+    ours = readme.is_file() and readme.read_text("utf-8").strip() in (PLAIN, SWAPPED)
     if args.out.is_dir() and any(args.out.iterdir()) and not ours:
         raise Refused(f"--out {args.out} holds other files; give an empty or a new folder")
     model, _, _ = load_run(args.run)

@@ -163,13 +163,9 @@ def main(argv=None):
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
         if trainer.is_world_process_zero():
             print(f"{before:.4f} nats per token with its own embedding, {after}")
-    last = get_last_checkpoint(args.out)
-    now = getattr(model.config, "swap", None)
-    if last and common.read_json(f"{last}/config.json").get("swap") != now:
-        raise Refused(f"{last} has another embedding: choose another --out")
     if trainer.is_world_process_zero():
         common.write_json(started, asked)
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out))
     trainer.save_model()
 
 

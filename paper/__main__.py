@@ -139,9 +139,9 @@ def jobs_of(figure, args):
 
 def some_seeds(text):
     """A type for argparse: "5" is the first five seeds, "1-10" those from 1 to 10."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text) or [None, None, 0]
-    first, last = found[1], int(found[2])
-    seeds = range(int(first), last + 1) if first else range(last)
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text)
+    first, last = found.groups() if found else (None, 0)
+    seeds = range(int(first), int(last) + 1) if first else range(int(last))
     if not 1 <= len(seeds) <= 99:
         raise argparse.ArgumentTypeError("must be 1 to 99 seeds, such as 5 or 1-10")
     return seeds
@@ -298,10 +298,10 @@ def main(argv=None):
     message = figure.message if args.size == "tiny" and len(args.seeds) > 1 else ""
     how = dict(depth=figure.depth, message=message, to=figure.to)
     curves = {
-        kind: {label: rs for label, rs in by_label.items() if label in figure.curves}
+        kind: {label: rs for label, rs in by_label.items() if label in (figure.curves or by_label)}
         for kind, by_label in results.items()
     }
-    drawn = plot.draw(curves if figure.curves else results, result.with_suffix(""), **how)
+    drawn = plot.draw(curves, result.with_suffix(""), **how)
     print(tables.markdown_table(results))
     minutes, seconds = divmod(round(time.time() - start), 60)
     print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")

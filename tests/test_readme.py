@@ -95,6 +95,12 @@ def test_the_report_says_what_the_parts_are_worth():
     )
     with_norm = " and ".join(f"{rise[f'{name} + QK-norm']:.2f}" for name in ("RoPE", "FoPE"))
     assert f"With QK-norm in both, losses rise by {with_norm} nats" in text
+    assert f"With QK-norm in both it is {with_norm}." in text
+    far = [
+        f"{results.seed_stats(parts[f'{name} + QK-norm'], 'perplexity', [8192])[1][0]:.1f}"
+        for name in ("RoPE", "FoPE")
+    ]
+    assert f"With QK-norm RoPE grows to {far[0]}, FoPE to {far[1]}." in read("README.md")
 
 
 def test_the_attention_row_is_that_of_its_json():

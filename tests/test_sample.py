@@ -87,7 +87,7 @@ def test_a_model_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_terminal_without_a_character_and_a_reader_that_has_enough(checkpoint):
-    """An ASCII terminal gets a question mark; `| head -c 5` ends it without a traceback."""
+    """An ASCII terminal gets a question mark; `| head -c 3` ends it without a traceback."""
     command = f"{sys.executable} sample.py {checkpoint} --prompt café --max_new_tokens 500"
     for more, first in ((" --top_k 1", b"caf?"), (" | head -c 3", b"caf")):
         env = os.environ | {"PYTHONIOENCODING": "ascii"}
