@@ -90,18 +90,17 @@ def load_run(folder, device="cpu"):
 
 
 def read_log(folder):
-    """The lines of a run's log.jsonl as dicts, up to one that is damaged; [] without a log."""
+    """The lines of a run's log.jsonl as dicts, but for damaged ones; [] without a log."""
     path, lines = Path(folder) / "log.jsonl", []
     with file_errors():
         content = path.read_bytes() if path.exists() else b""
     for line in content.splitlines():
         try:
             line = json.loads(line)
-            if not all(isinstance(line[key], int | float) for key in ("step", "tokens", "loss")):
-                break
+            if all(isinstance(line[key], int | float) for key in ("step", "tokens", "loss")):
+                lines.append(line)
         except (ValueError, KeyError, TypeError):
-            break
-        lines.append(line)
+            continue
     return lines
 
 

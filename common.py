@@ -67,6 +67,8 @@ def file_errors():
         yield
     except OSError as e:
         raise Refused(f"{e.filename}: {e.strerror}" if e.filename else str(e)) from None
+    except UnicodeDecodeError as e:
+        raise Refused(f"what was read is not UTF-8: {e.reason} at byte {e.start:,}") from None
 
 
 # --- command lines
@@ -197,7 +199,8 @@ def read_json(path, kind=dict):
     """A json object (or with kind=list a list). Refused where there is none or it is damaged."""
     try:
         with file_errors():
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = Path(path).read_bytes()
+        content = json.loads(content.decode())
     except (ValueError, RecursionError) as e:
         raise Refused(f"{path} is damaged: it is not JSON ({e})") from None
     if not isinstance(content, kind):

@@ -147,7 +147,7 @@ class TokenData:
     """
 
     def __init__(self, folder, split):
-        folder = Path(folder)
+        folder, self.split = Path(folder), split
         if not folder.is_dir():
             raise Refused(f"there is no data folder {folder}; prepare_data.py makes one")
         if (folder / "meta.json").exists():
@@ -161,7 +161,8 @@ class TokenData:
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
             listed, paths = {}, sorted(folder.glob(f"*{split}_*.bin"))
             if (folder / f"{split}_000000.bin") in paths:  # ours, not published ones
-                raise Refused(f"{folder} has lost its meta.json: make it again by prepare_data.py")
+                again = "delete it and make it again by prepare_data.py"
+                raise Refused(f"{folder} has lost its meta.json; {again}")
         if not paths:
             raise Refused(f"{folder} has no {split} tokens")
         self.folder, self.paths = folder, paths
@@ -195,10 +196,10 @@ class TokenData:
     def tokenizer_id(self):
         return tokenizer_id(self.meta)
 
-    def sha256(self):
-        """The first digits of each shard's, as meta.json has them; none for shards without it."""
-        names = [path.name for path in self.paths]
-        return [s["sha256"][:16] for s in self.meta.get("shards", []) if s["name"] in names]
+    def sha256(self, split=None):
+        """Of its own or another split: the first digits of each shard's; [] without a meta.json."""
+        split = split or self.split
+        return [s["sha256"][:16] for s in self.meta.get("shards", []) if s["split"] == split]
 
     def tokenizer(self):
         return load_tokenizer(self.tokenizer_id(), self.folder)

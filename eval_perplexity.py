@@ -36,6 +36,9 @@ def main(argv=None):
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
         held = f"{data.folder} holds tokens of {data.tokenizer_id()}"
         raise Refused(f"{was}, {held}: their losses cannot be compared")
+    if args.data is None and data.sha256("train") != trained["trained_on"]:
+        what = f"{data.folder} was prepared anew, {args.run} may have read what is for validation"
+        raise Refused(f"{what} there now; --data {data.folder} reads it all the same")
 
     # all lengths score the same tokens: whole windows of the longest that fits
     n_tokens = min(len(data), recipe.read_tokens)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from recipe import parse_lengths, recipe_fields
+from recipe import FIXED, parse_lengths, recipe_fields
 
 DEPTH_BINS = 10
 
@@ -213,13 +213,14 @@ def result_file(args, kind, recipe):
     if out.exists():
         try:
             old = common.read_json(out)
-            was, fields, _ = old["kind"], recipe_fields(old), old["lengths"]
+            was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
         except (Refused, KeyError, TypeError):
             raise Refused(f"--out {out} is there already and is no result") from None
-        of_the_model = ("pos", "pos_args", "rope_scaling", "qk_norm", "train_len", "seed")
-        now = asdict(recipe)
-        if was != kind or any(fields.get(name) != now[name] for name in of_the_model):
-            what = f"{was} of {fields.get('pos')}, seed {fields.get('seed')}"
+        names = ("pos", "pos_args", "rope_scaling", "train_len", "seed", *FIXED)
+        now = {name: getattr(recipe, name) for name in names}
+        differs = [name for name in now if old_fields.get(name, now[name]) != now[name]]
+        if was != kind or differs:
+            what = ", ".join([was, *(f"{name} {old_fields[name]}" for name in differs)])
             raise Refused(f"--out {out} holds another result ({what}); give another name")
     common.make_folder(out.parent)
     return out

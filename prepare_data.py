@@ -154,7 +154,8 @@ def read_documents(path):
                 yield strip_gutenberg(decode(f.read(), path, 1).replace("\r\n", "\n"))
                 return
             for line, content in enumerate(f, start=1):
-                if line == 1 and content.strip(b"\xef\xbb\xbf \t\r\n") in (b"{", b"["):
+                start = content.strip(b"\xef\xbb\xbf \t\r\n")
+                if line == 1 and (start == b"{" or (start[:1] == b"[" and start[-1:] != b"]")):
                     content += f.read()  # not one object a line, but printed over many
                 if content.strip():
                     yield from json_texts(decode(content, path, line), path, line)
@@ -327,6 +328,8 @@ def open_progress(out, settings):
             raise Refused(f"{found} was not prepared here; choose another --out")
         return {"settings": settings, "shards": []}
     saved = common.read_json(done if done.exists() else begun)
+    if saved.get("settings") != settings and not (done.exists() or saved["shards"]):
+        return {"settings": settings, "shards": []}  # such as one whose text had a fault
     if saved.get("settings") != settings:
         what = f"{out} holds data prepared with other settings or from other files"
         raise Refused(f"{what}; choose another --out")

@@ -31,7 +31,14 @@ import child
 import torch
 from checks import CHECKS, FILES, ROOT, TITLES, Pair, Wrong
 
-from common import ArgumentParser, Refused, one_sentence_errors, positive_int, write_atomically
+from common import (
+    ArgumentParser,
+    Refused,
+    make_folder,
+    one_sentence_errors,
+    positive_int,
+    write_atomically,
+)
 
 HERE = Path(__file__).resolve().parent
 MOST = 2**20  # bytes of a file
@@ -233,6 +240,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.format == "gradescope" and len(args.submissions) > 1:
         raise Refused("--format gradescope is for one student")
+    if args.out and (out := Path(args.out).resolve()):
+        if taken := [s for s in args.submissions if out.is_relative_to(Path(s).resolve())]:
+            raise Refused(f"--out {args.out} would be among what {taken[0]} holds; choose another")
+        make_folder(out.parent)
     checks, scores = [check for check in CHECKS if check[0] in args.exercise], {}
     with tempfile.TemporaryDirectory() as stripped, ThreadPoolExecutor(args.jobs) as pool:
         folders = dict.fromkeys(FILES.values(), ROOT)

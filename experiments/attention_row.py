@@ -17,7 +17,7 @@ import torch
 from shared import Parser, write_json
 
 from checkpoint import load_run
-from common import command, one_sentence_errors, provenance
+from common import Refused, command, one_sentence_errors, provenance
 from data import TokenData
 from evaluation import spread_windows
 
@@ -52,12 +52,14 @@ def main(argv=None):
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders NAME_sSEED of text models")
     args = parser.parse_args(argv)
-    of_name = defaultdict(list)
+    of_name, first_T = defaultdict(list), 0
     for run in args.runs:
         model, _, _ = load_run(run)
-        T = 4 * model.config.train_len
+        name, T = Path(run).name.rpartition("_s")[0], 4 * model.config.train_len
+        if not name or (first_T := first_T or T) != T:
+            raise Refused(f"{run} is no NAME_sSEED, or has another training length than the first")
         windows = spread_windows(TokenData(model.config.data, "val"), T, WINDOWS)
-        of_name[Path(run).name.rpartition("_s")[0]].append(attention_rows(model, windows, T))
+        of_name[name].append(attention_rows(model, windows, T))
     numbers = {"train_len": T // 4, "step": STEP, "runs": len(args.runs), "rows": {}}
     for name, found in of_name.items():
         rows = [torch.tensor(rows).mean(dim=0) for rows in zip(*found, strict=True)]

@@ -175,6 +175,7 @@ def main(argv=None):
     if args.out and args.out.exists() and "summary" not in common.read_json(args.out):
         raise common.Refused(f"--out {args.out} is there already and is no result of this script")
     device = common.init_distributed(args.device)
+    common.make_folder((args.out or ROOT / "results" / "x").parent)  # now, not after the work
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000
 

@@ -107,7 +107,7 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
     evaluations = {}
     if args.text:
         with common.file_errors():
-            ids = np.array(encode(Path(args.text).read_text(encoding="utf-8", errors="replace")))
+            ids = np.array(encode(Path(args.text).read_text(encoding="utf-8")))
         longest = max((n for n in lengths if n < len(ids)), default=1)
         ids = ids[: (len(ids) - 1) // longest * longest + 1]
 
@@ -154,14 +154,18 @@ def main(argv=None):
     if len({Path(name).name for name in args.models}) < len(args.models):
         raise Refused("two models have the same name, and so would their results")
     device = common.init_distributed(args.device)
+    table = f"table{args.table}" if args.table else "tasks" if args.tasks else ""
+    kinds = filter(None, [table, args.text and "perplexity", args.passkeys and "passkey"])
     common.make_folder(args.out)
+    for path in [args.out / f"{Path(n).name}_{kind}.json" for kind in kinds for n in args.models]:
+        if path.exists() and common.read_json(path).get("command") != common.command():
+            raise Refused(f"{path} is of another command; choose another --out")
     for name in args.models:
         llama, tokenizer, tokenizer_name = load_model(name, device)
-        if args.table or args.tasks:
+        if table:
             rows = run_tasks(llama, tokenizer, args)
             about = {"model": name, "swap": getattr(llama.config, "swap", None), "tasks": rows}
-            which = f"table{args.table}" if args.table else "tasks"
-            out = args.out / f"{Path(name).name}_{which}.json"
+            out = args.out / f"{Path(name).name}_{table}.json"
             about |= {"command": common.command()} | common.provenance(llama.device)
             common.write_json(out, about)
             for task, row in rows.items():

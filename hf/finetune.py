@@ -53,7 +53,8 @@ def parse_args(argv):
     add("--grad_accum", type=size, default=1, help="batches before a step of the optimizer")
     add("--epochs", type=common.number(float, 0, 1000), default=1.0, help="of the data")
     add("--lr", type=common.number(float, 0, 1), default=3e-4, help="peak learning rate")
-    add("--seed", type=common.seed_int, default=0, help="of FoPE's noise and the data order")
+    seed = common.number(int, 0, 2**32 - 1)
+    add("--seed", type=seed, default=0, help="of FoPE's noise and the data order")
     add("--trainer", nargs="*", default=[], metavar="K=V", help="further fields of TRL's SFTConfig")
     return parser.parse_args(argv)
 
@@ -61,7 +62,7 @@ def parse_args(argv):
 def check_lines(path):
     """Refuse a .jsonl without lines, and one that has a line without a text or a chat."""
     n = 0
-    with common.file_errors(), open(path, encoding="utf-8", errors="replace") as f:
+    with common.file_errors(), open(path, encoding="utf-8") as f:
         for n, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
@@ -150,7 +151,8 @@ def main(argv=None):
         differs = ", ".join(f"--{name}" for name in what if was.get(name) != asked[name])
         raise Refused(f"{args.out} was started with another {differs}; choose another --out")
     data = read_data(args.data, args.config, args.split)
-    trainer = SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer)
+    fed = dict(train_dataset=data, processing_class=tokenizer)
+    trainer = first_line("SFTTrainer", lambda: SFTTrainer(model, config, **fed))
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
     if not some:
         raise Refused(f"{args.data} has fewer tokens than the {args.context:,} of --context")

@@ -32,7 +32,7 @@ from data import vocab_size_of
 from evaluation import window_loss
 from model import GPT
 from paper import plot, tables
-from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, TINY
+from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES
 from paper.jobs import Job, n_cores, run_jobs
 from paper.results import compare, load_results
 from recipe import RECIPES, flag_words, parse_lengths
@@ -288,7 +288,7 @@ def main(argv=None):
         sys.exit(130)
 
     # one file of results, the figure, the table
-    suffix = "" if args.size in TINY else f"_{args.size}"
+    suffix = "" if args.size == "tiny" else f"_{args.size}"
     gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
     if not gathered:
         raise Refused(f"nothing of {name} is done in {args.out}")

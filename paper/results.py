@@ -30,6 +30,12 @@ NAMES = {
 MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
 TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accuracy")
 
+SAME_TEXT = {  # what losses must share
+    "tokenizers": lambda result, row: result["recipe"].get("tokenizer"),
+    "texts": lambda result, row: result.get("data_sha256"),
+    "amounts of text (--max_tokens, --lengths)": lambda result, row: row.get("tokens"),
+}
+
 # --- reading
 
 
@@ -91,10 +97,11 @@ def check_together(by_kind):
     if len(train_lens) > 1:
         raise Refused(f"these results have several training lengths: {sorted(train_lens)}")
     for kind, results in of_kind.items():
-        if not is_task(kind) and len({unit_of([r]) for r in results}) > 1:
-            raise Refused("losses per byte and losses per token cannot be compared")
-        if not common_lengths(results):
+        if not (lengths := common_lengths(results)):
             raise Refused(f"these {kind} results have no length in common")
+        for what, same in SAME_TEXT.items() if not is_task(kind) else ():
+            if len({str(same(r, r["lengths"][lengths[0]])) for r in results}) > 1:
+                raise Refused(f"these {kind} results cannot be compared: several {what}")
         for label, seeds in by_kind[kind].items():
             first, *others = (r["recipe"] for r in seeds)
             for name in {name for other in others for name in other if name not in MAY_DIFFER}:

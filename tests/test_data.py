@@ -475,6 +475,9 @@ def test_json_printed_over_many_lines_is_read(tmp_path, records, bom):
     (tmp_path / "a.json").write_bytes(bom + json.dumps(records, indent=2).encode())
     expected = [r["text"] for r in (records if isinstance(records, list) else [records])]
     assert list(read_documents(tmp_path / "a.json")) == expected
+    lines = json.dumps(records).replace("}, {", "},\n{").encode()  # a list, a record a line
+    (tmp_path / "a.json").write_bytes(bom + lines)
+    assert list(read_documents(tmp_path / "a.json")) == expected
 
 
 LINES = b'{"text": "one"}\n' * 3
@@ -501,6 +504,15 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, w
     refuses(prepare_data.main, [*argv, "--out", tmp_path / "out"], str(tmp_path / name), *words)
     assert not (tmp_path / "out" / "meta.json").exists() and not list(tmp_path.glob("out/*.tmp"))
     refuses(lambda a: TokenData(tmp_path / "out", "train"), [])
+
+
+def test_a_mended_text_goes_on_where_nothing_was_done_yet(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"l\xe4tin\n")
+    argv = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]
+    refuses(prepare_data.main, argv, "not UTF-8")
+    (tmp_path / "a.txt").write_text("lätin\n" * 9)
+    prepare_data.main(list(map(str, argv)))
+    assert len(TokenData(tmp_path / "out", "train"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -532,10 +533,27 @@ def test_a_result_takes_the_place_of_one_of_its_own_model_alone(run, tmp_path):
     before = out.read_bytes()
     changed = ["--rope_scaling", "factor=2"]
     refuses(eval_perplexity.main, [run, *short, *changed, "--out", out], "another result (perplex")
-    refuses(
-        eval_passkey.main, [run, "--trials", "1", "--out", out], "another result (perplexity of"
-    )
+    refuses(eval_passkey.main, [run, "--trials", "1", "--out", out], "another result (perplexity)")
     assert out.read_bytes() == before
+    out.write_bytes(deeper := re.sub(rb'"n_layer": \d', b'"n_layer": 8', before))
+    refuses(eval_perplexity.main, [run, *short, "--out", out], "perplexity, n_layer 8")
+    assert out.read_bytes() == deeper != before
+
+
+def test_text_that_may_have_been_trained_on_is_not_read_as_held_out(tmp_path):
+    """The data folder of a run, prepared anew with another split."""
+    source, data, run = write_text(tmp_path / "t"), tmp_path / "data", tmp_path / "run"
+    prepare = ["--source", source, "--tokenizer", "byte", "--out", data]
+    evaluate(prepare_data, *prepare)
+    run_training(data, run, "--stop_at", "1")
+    short = [run, "--lengths", "128", "--max_tokens", "500"]
+    shutil.rmtree(data)
+    evaluate(prepare_data, *prepare)
+    evaluate(eval_perplexity, *short)  # the same again
+    shutil.rmtree(data)
+    evaluate(prepare_data, *prepare, "--val_frac", "0.5")
+    refuses(eval_perplexity.main, short, "was prepared anew")
+    evaluate(eval_perplexity, *short, "--data", data)
 
 
 def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):

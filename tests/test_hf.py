@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, need_gpt2, refuses, run_training, write_text
 from test_robust import torchrun
+from torch._dynamo.testing import CompileCounter
 
 from checkpoint import load_checkpoint, load_run, with_pos
 from common import Refused
@@ -409,7 +410,7 @@ def test_compiled_it_is_one_graph_as_a_llama_is(pos):
     if pos:
         swap_position_embedding(model, pos, 40)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for T in (48, 30, 47):
         found = logits(compiled, ids[:, :T])
@@ -624,6 +625,9 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         (["--trainer", "weight_decay=high"], "--trainer weight_decay must be float, not 'high'"),
         (["--trainer", "bf16=maybe"], "--trainer bf16 must be bool or None, not 'maybe'"),
         (["--trainer", "report_to=nothing"], "nothing is not supported"),
+        (["--trainer", "eval_strategy=steps"], "SFTTrainer: ValueError"),
+        (["--trainer", "dataset_text_field=body"], "SFTTrainer: KeyError"),
+        (["--seed", 2**32], "--seed: must be at least 0 and at most 4,294,967,295"),
         (["--out", data], "data.jsonl: File exists"),
         (["--trainer", "max_length=32"], "--trainer max_length: --context says that"),
         (["--trainer", "learning_rate=high"], "--trainer learning_rate: --lr says that"),
@@ -726,7 +730,7 @@ def test_the_harness_has_the_papers_tasks(benchmark):
         assert {t if isinstance(t, str) else t["task"] for t in tasks} <= set(known)
 
 
-def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
+def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path, monkeypatch):
     text = write_text(tmp_path / "text", 1, 900) / "000.txt"
     argv = [checkpoint, "--text", text, "--passkeys", 8, "--lengths", "224,448"]
     argv += ["--out", tmp_path / "out", "--device", "cpu"]
@@ -749,5 +753,7 @@ def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
                 expected = task_accuracy(model, Passkey(encoding.encode_ordinary), int(length), 8)
                 for name in ("accuracy", "token_accuracy", "answer_nll", "trials"):
                     assert row[name] == pytest.approx(expected[name], abs=1e-4)
+    monkeypatch.setattr(sys, "argv", ["hf/benchmark.py", "--text", "another.txt"])
+    refuses(benchmark.main, argv, "is of another command")
     plot.main([*map(str, (tmp_path / "out").glob("*.json")), "--out", str(tmp_path / "figure")])
     assert (tmp_path / "figure.png").exists()

@@ -173,7 +173,10 @@ def test_foreign_results_are_refused(tmp_path):
         assert b.read_text() != text
         refuses(plot.main, [b, "--out", tmp_path], words)
     b.write_text(text.replace('"seed": 0', '"seed": 1, "tokenizer": "byte"'))
-    refuses(plot.main, [a, b, "--out", tmp_path], "per byte and losses per token")
+    refuses(plot.main, [a, b, "--out", tmp_path], "several tokenizers")
+    fewer = text.replace('"tokens": 10}', '"tokens": 5}').replace('"seed": 0', '"seed": 1')
+    b.write_text(fewer)
+    refuses(plot.main, [a, b, "--out", tmp_path], "several amounts of text")
     for old, new in (('"seed": 0', '"seed": 1'), ('"128": {', '"64": {'), ('"256": {', '"32": {')):
         text = text.replace(old, new)
     b.write_text(text)
