@@ -14,7 +14,7 @@ import secrets
 import shlex
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 
@@ -178,7 +178,8 @@ def write_atomically(path, write):
             os.fsync(f.fileno())  # or a power cut could leave the new name without its content
         os.replace(temporary, path)
     except BaseException as e:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this, too
+            temporary.unlink(missing_ok=True)
         disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own
         if isinstance(disk, OSError):
             why = disk.strerror or disk

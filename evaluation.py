@@ -218,6 +218,8 @@ def result_file(args, kind, recipe):
             raise Refused(f"--out {out} is there already and is no result") from None
         names = ("pos", "pos_args", "rope_scaling", "train_len", "seed", *FIXED)
         now = {name: getattr(recipe, name) for name in names}
+        if kind == "perplexity":
+            now["data"], old_fields["data"] = str(Path(args.data or recipe.data)), old.get("data")
         differs = [name for name in now if old_fields.get(name, now[name]) != now[name]]
         if was != kind or differs:
             what = ", ".join([was, *(f"{name} {old_fields[name]}" for name in differs)])

@@ -113,8 +113,9 @@ def expand(paths):
         if not found or not found[0].name.endswith(SUFFIXES):
             raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}")
         files += found
-    if len(set(files)) < len(files):
-        raise Refused(f"{next(f for f in files if files.count(f) > 1)} is given twice")
+    places = [path.resolve() for path in files]
+    if len(set(places)) < len(places):
+        raise Refused(f"{next(p for p in places if places.count(p) > 1)} is given twice")
     return files
 
 
@@ -123,6 +124,8 @@ def parse_shards(text):
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise Refused(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
     bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
+    if any(b[0] > b[-1] for b in bounds):
+        raise Refused(f"--shards {text!r} has a range that ends before it begins")
     return [i for b in bounds for i in range(b[0], b[-1] + 1)]
 
 
@@ -169,6 +172,8 @@ def read_documents(path):
 def decode(content, path, line):
     """UTF-8 bytes, which begin at that line of a file, as text."""
     try:
+        if (nul := content.find(b"\0")) >= 0:  # UTF-16
+            raise UnicodeDecodeError("utf-8", content, nul, nul + 1, "")
         return content.decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as e:
         line += content.count(b"\n", 0, e.start)
@@ -199,7 +204,8 @@ def split_documents(files, val_frac, join_lines):
     few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
     for path in files:
         for text in filter(str.strip, read_documents(path)):
-            text = unwrap(text) if join_lines else text
+            # a million blanks in a row overflow the stack of the tokenizers' pattern
+            text = re.sub(r"(\s{1000})\s+", r"\1", unwrap(text) if join_lines else text)
             if few:
                 # at least 5,000 characters, some windows, but no more than half; at a line's end
                 n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
@@ -233,8 +239,7 @@ def train_bpe(documents, n_vocab, path):
         total = 0
         for split, text in documents:
             if split == "train":
-                # a million blanks in a row overflow the stack of its pattern
-                yield re.sub(r"(\s{1000})\s+", r"\1", text)
+                yield text
                 total += len(text)
             if total >= BPE_TRAINING_CHARS:
                 return
@@ -328,7 +333,7 @@ def open_progress(out, settings):
             raise Refused(f"{found} was not prepared here; choose another --out")
         return {"settings": settings, "shards": []}
     saved = common.read_json(done if done.exists() else begun)
-    if saved.get("settings") != settings and not (done.exists() or saved["shards"]):
+    if saved.get("settings") != settings and not (done.exists() or saved.get("shards")):
         return {"settings": settings, "shards": []}  # such as one whose text had a fault
     if saved.get("settings") != settings:
         what = f"{out} holds data prepared with other settings or from other files"

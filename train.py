@@ -191,8 +191,8 @@ def start_log(out, step, data):
     """Drop log lines after the checkpoint's step; copy the tokenizer beside the run."""
     lines = [json.dumps(line) + "\n" for line in read_log(out) if line["step"] <= step]
     common.write_atomically(out / "log.jsonl", lambda f: f.write("".join(lines).encode()))
-    if (data.folder / "tokenizer.tiktoken").exists():
-        shutil.copy(data.folder / "tokenizer.tiktoken", out)  # to be evaluated without its data
+    if (ranks := data.folder / "tokenizer.tiktoken").exists():  # to be read without its data
+        common.write_atomically(out / ranks.name, lambda f: f.write(ranks.read_bytes()))
 
 
 # --- training
@@ -269,6 +269,9 @@ def main(argv=None):
     else:
         recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
     recipe = recipe.check().resolved()
+    for name in ("meta.json", "config.json") if not written else ():
+        if (out / name).exists():
+            raise Refused(f"--out {out} has a {name} and no checkpoint: it is no run's folder")
     compilers = os.environ.get("CXX", ""), "g++", "clang++", "c++"
     if recipe.compile and not any(map(shutil.which, compilers)):
         raise Refused("--compile needs a C++ compiler, such as g++; there is none here")
@@ -277,8 +280,6 @@ def main(argv=None):
 
     # its data
     data, val_tokens = TokenData(recipe.data, "train"), read_validation(recipe)
-    if data.folder.resolve() == out.resolve():
-        raise Refused(f"--out {out} is the data's folder; choose another")
     tokens_are = dict(tokenizer=data.tokenizer_id(), vocab_size=data.meta["vocab_size"])
     if (model or start) and recipe.tokenizer != tokens_are["tokenizer"]:
         was = f"{out if model else recipe.init_from} has the tokenizer {recipe.tokenizer}"

@@ -44,8 +44,9 @@ class Job:
 
 
 def answers(path, asked):
-    """Whether a result has been asked what a recipe asks. Refused if it is of another model."""
-    result, asked = recipe_fields(read_json(path)), vars(asked.resolved())
+    """Whether a result is of a whole run of a recipe, asked as it asks. Refused if of another."""
+    stored, n_steps = read_json(path), asked.n_steps
+    result, asked = recipe_fields(stored), vars(asked.resolved())
     for name, was in result.items():
         of_the_data = name in ("tokenizer", "vocab_size")
         if not of_the_data and name not in MAY_CHANGE and was != asked[name]:
@@ -53,7 +54,8 @@ def answers(path, asked):
             raise Refused(f"{what}; choose another --out or move it away")
     same = all(result.get(name) == asked[name] for name in ("read_tokens", "trials"))
     lengths = (parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked))
-    return same and next(lengths) == next(lengths)
+    trained = stored.get("step") == n_steps
+    return trained and same and next(lengths) == next(lengths)
 
 
 class Runner:

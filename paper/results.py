@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import MAY_CHANGE, recipe_fields
+from recipe import MAY_CHANGE, parse_lengths, recipe_fields
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -33,7 +33,10 @@ TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accur
 SAME_TEXT = {  # what losses must share
     "tokenizers": lambda result, row: result["recipe"].get("tokenizer"),
     "texts": lambda result, row: result.get("data_sha256"),
-    "amounts of text (--max_tokens, --lengths)": lambda result, row: row.get("tokens"),
+    "amounts of text (--max_tokens, --lengths)": lambda result, row: (
+        row.get("tokens"),
+        parse_lengths(result["recipe"].get("lengths", "1x"), train_len_of([result]))[-1],
+    ),
 }
 
 # --- reading
@@ -103,7 +106,7 @@ def check_together(by_kind):
             if len({str(same(r, r["lengths"][lengths[0]])) for r in results}) > 1:
                 raise Refused(f"these {kind} results cannot be compared: several {what}")
         for label, seeds in by_kind[kind].items():
-            first, *others = (r["recipe"] for r in seeds)
+            first, *others = (r["recipe"] | {"step": r.get("step")} for r in seeds)
             for name in {name for other in others for name in other if name not in MAY_DIFFER}:
                 if len({str(recipe.get(name)) for recipe in (first, *others)}) > 1:
                     what = f"the seeds of {label} differ in {name}"

@@ -1,6 +1,7 @@
 """What the scripts share: flags, errors in one sentence, files, where a result comes from."""
 
 import argparse
+import errno
 import os
 import re
 import subprocess
@@ -184,6 +185,16 @@ def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
     write_json(path, {"new": 2})
     assert seen == [{"old": 1}] and read_json(path) == {"new": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_read_only_disk_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("builtins.open", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    with pytest.raises(Refused, match="could not be written"):
+        write_atomically(tmp_path / "x", lambda f: f.write(b""))
 
 
 # --- provenance

@@ -495,6 +495,7 @@ LINES = b'{"text": "one"}\n' * 3
         ("a.jsonl", LINES + b"[1, 2]\n", ("line 4", 'no "text"')),
         ("a.jsonl", LINES + b'{"text": "\xff"}\n', ("line 4", "UTF-8")),
         ("a.txt", b"fine\nfine\nl\xe4tin\n", ("line 3", "UTF-8")),
+        ("a.txt", b"fine\n" + "16".encode("utf-16-le"), ("line 2", "UTF-8")),
     ],
 )
 def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, words):
@@ -533,6 +534,7 @@ def test_a_mended_text_goes_on_where_nothing_was_done_yet(tmp_path):
         (["--source", "a.txt", "--shard_tokens", "0"], ("--shard_tokens: must be at least 1",)),
         (["--source", "a.txt", "--max_tokens", "1e6"], ("--max_tokens: invalid int value",)),
         (["--source", "c4", "--shards", "1-"], ("--shards",)),
+        (["--source", "c4", "--shards", "3-1"], ("ends before it begins",)),
         (["--source", "a.txt", "--shards", "5"], ("c4 and gutenberg alone",)),
         (["--source", "a.txt", "a.txt"], ("given twice",)),
         (["--source", "a.txt", "--tokenizer", "bpe:0512"], ("unknown tokenizer",)),

@@ -553,7 +553,10 @@ def test_text_that_may_have_been_trained_on_is_not_read_as_held_out(tmp_path):
     shutil.rmtree(data)
     evaluate(prepare_data, *prepare, "--val_frac", "0.5")
     refuses(eval_perplexity.main, short, "was prepared anew")
-    evaluate(eval_perplexity, *short, "--data", data)
+    out = ["--out", tmp_path / "other.json"]
+    evaluate(eval_perplexity, *short, "--data", data, *out)
+    evaluate(prepare_data, *prepare[:-1], tmp_path / "more", "--val_frac", "0.3")
+    refuses(eval_perplexity.main, [*short, "--data", tmp_path / "more", *out], "perplexity, data ")
 
 
 def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):

@@ -79,6 +79,8 @@ def test_the_recipe_of_a_committed_figure_is_still_its_recipe(name, tmp_path):
         run = "/".join(result["command"].split()[2].split("/")[-2:])
         (path := tmp_path / "result.json").write_text(json.dumps(result))
         assert jobs.answers(path, recipes[run]), run  # refused where the recipe is another
+    path.write_text(json.dumps(result | {"step": 3}))
+    assert not jobs.answers(path, recipes[run])  # read when it was half trained
 
 
 def test_series_of_twice_the_frequencies(tmp_path):
@@ -153,19 +155,23 @@ def test_matched_noise_is_the_noise_of_the_tables(preset):
 # --- the runner
 
 
+def result_of(recipe, **changes):
+    return {"recipe": vars(recipe.resolved()) | changes, "step": recipe.n_steps}
+
+
 def job(tmp_path, name, code="", needs="", tokens=7):
     """A job that runs `code` and writes a result of a model of 7 tokens."""
     result = tmp_path / f"{name}.json"
     code = f"open({str(tmp_path / 'order')!r}, 'a').write({name!r} + ' '); {code}"
     recipe = replace(RECIPES["tiny"], tokens=tokens)
-    content = {"recipe": vars(replace(recipe, tokens=7).resolved())}
+    content = result_of(replace(recipe, tokens=7))
     done = f"{code}\nimport sys, json; json.dump({content}, open(sys.argv[1], 'w'))"
     return jobs.Job(name, recipe, [["-c", done, result]], {result: recipe}, needs)
 
 
 def test_jobs_run_once_and_in_order(tmp_path):
     made = [job(tmp_path, "b", needs="a"), job(tmp_path, "a"), job(tmp_path, "c")]
-    (tmp_path / "c.json").write_text(json.dumps({"recipe": vars(made[2].recipe.resolved())}))
+    (tmp_path / "c.json").write_text(json.dumps(result_of(made[2].recipe)))
     jobs.run_jobs(made, arguments(tmp_path))
     assert (tmp_path / "order").read_text() == "a b "
     jobs.run_jobs(made, arguments(tmp_path))
@@ -185,7 +191,7 @@ def test_a_figure_whose_models_were_changed_does_not_show_the_old_ones(tmp_path)
         for job in paper.jobs_of(figure, args):
             for path in job.results:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({"recipe": vars(job.recipe.resolved())}))
+                path.write_text(json.dumps(result_of(job.recipe)))
             assert job.done()
     changed = figures.Figure("x", (figures.fope("cf", "CF alone", sigma=0.2),))
     with pytest.raises(Refused, match=r"a model with pos_args {'sigma': 0}, not {'sigma': 0.2}"):
@@ -219,11 +225,10 @@ def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
     made = job(tmp_path, "a")
     jobs.run_jobs([made], arguments(tmp_path))
     path = tmp_path / "a.json"
-    result = json.loads(path.read_text())
     for change in (dict(read_tokens=1000), dict(lengths="1x"), dict(trials=3)):
-        path.write_text(json.dumps({"recipe": result["recipe"] | change}))
+        path.write_text(json.dumps(result_of(made.recipe, **change)))
         assert not made.done()
-    path.write_text(json.dumps({"recipe": result["recipe"] | dict(lengths="512,2x,4x,8x,8192")}))
+    path.write_text(json.dumps(result_of(made.recipe, lengths="512,2x,4x,8x,8192")))
     assert made.done()
 
 

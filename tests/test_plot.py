@@ -177,6 +177,10 @@ def test_foreign_results_are_refused(tmp_path):
     fewer = text.replace('"tokens": 10}', '"tokens": 5}').replace('"seed": 0', '"seed": 1')
     b.write_text(fewer)
     refuses(plot.main, [a, b, "--out", tmp_path], "several amounts of text")
+    b.write_text(text.replace('"seed": 0', '"seed": 1, "training": {"lengths": "128,4096"}'))
+    refuses(plot.main, [a, b, "--out", tmp_path], "several amounts of text")
+    b.write_text(text.replace('"seed": 0', '"seed": 1').replace("{", '{"step": 3, ', 1))
+    refuses(plot.main, [a, b, "--out", tmp_path], "the seeds of RoPE differ in step")
     for old, new in (('"seed": 0', '"seed": 1'), ('"128": {', '"64": {'), ('"256": {', '"32": {')):
         text = text.replace(old, new)
     b.write_text(text)

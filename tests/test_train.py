@@ -443,10 +443,12 @@ def test_unknown_embedding_lists_the_known_ones():
     refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
 
 
-def test_a_run_is_not_put_beside_its_data(data_folder):
+def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
     before = sorted(data_folder.iterdir())
-    refuses(train.main, train_argv(data_folder, data_folder), "is the data's folder")
+    refuses(train.main, train_argv(data_folder, data_folder), "has a meta.json and no checkpoint")
     assert sorted(data_folder.iterdir()) == before
+    (tmp_path / "config.json").write_text("a model of another program")
+    refuses(train.main, train_argv(data_folder, tmp_path), "has a config.json and no checkpoint")
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
