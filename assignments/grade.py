@@ -127,6 +127,8 @@ def read_file(path):
 def read_submission(path):
     """{file: bytes} of what exercises ask for, from a folder, a zip or a file. Else Refused."""
     path, files = Path(path), sorted({*FILES.values()})
+    if not path.exists():
+        raise Refused("there is no such file or folder")
     try:
         if path.suffix == ".zip":  # nothing is unpacked
             with zipfile.ZipFile(path) as archive:
@@ -241,8 +243,9 @@ def main(argv=None):
     if args.format == "gradescope" and len(args.submissions) > 1:
         raise Refused("--format gradescope is for one student")
     if args.out and (out := Path(args.out).resolve()):
-        if taken := [s for s in args.submissions if out.is_relative_to(Path(s).resolve())]:
-            raise Refused(f"--out {args.out} would be among what {taken[0]} holds; choose another")
+        inside = any(out.is_relative_to(Path(s).resolve()) for s in args.submissions)
+        if inside or out.suffix in (".py", ".zip") or out.is_dir():
+            raise Refused(f"--out {args.out} may be what a student has handed in; choose another")
         make_folder(out.parent)
     checks, scores = [check for check in CHECKS if check[0] in args.exercise], {}
     with tempfile.TemporaryDirectory() as stripped, ThreadPoolExecutor(args.jobs) as pool:

@@ -235,18 +235,23 @@ def figure_differences(results, to):
         name, factor, what, better = "loss", 1, "nats", "left"
         if is_task(kind):
             name, factor, what, better = "accuracy", 100, "% of whole keys", "right"
-        others = [label for label in by_label if label != to]
+        others = {
+            label: paired_differences(rs, by_label[to], name, lengths)  # (seeds, lengths)
+            for label, rs in by_label.items()
+            if label != to
+        }
+        if alone := [label for label, pairs in others.items() if not len(pairs)]:
+            raise Refused(f"{alone[0]} has no seed in common with {to}")
         row[0].set_yticks(range(len(others)), [label.replace("$", r"\$") for label in others])
         row[0].invert_yaxis()  # the first one on top
-        for ax, length in zip(row, lengths, strict=True):
-            for y, label in enumerate(others):
-                pairs = paired_differences(by_label[label], by_label[to], name, [length])
-                half = factor * half_interval(pairs) if len(pairs) > 1 else None
+        for i, (ax, length) in enumerate(zip(row, lengths, strict=True)):
+            for y, (label, pairs) in enumerate(others.items()):
+                half = factor * half_interval(pairs[:, i]) if len(pairs) > 1 else None
                 color, marker = STYLES.get(label.removesuffix(" + QK-norm"), ("black", "."))
                 style = dict(color=color, marker=marker, capsize=2)
-                ax.errorbar(factor * pairs.mean(), y, xerr=half, **style)
+                ax.errorbar(factor * pairs[:, i].mean(), y, xerr=half, **style)
             ax.axvline(0, color="black", lw=0.8, ls=":", zorder=1)
-            at = f"at {length} ({length / train_len:g}x), {seeds_note(by_label)}"
+            at = f"at {length} ({length / train_len:g}x), {seeds_note(others)}"
             ax.set_title(f"{title_of(kind)} {at}", fontsize=10)
             ax.set_xlabel(f"minus {to}, {what} ({better} is better)")
             ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(6))

@@ -143,6 +143,12 @@ def label_of(result):
     return f"{name} ({', '.join(changes)})" if changes else name
 
 
+def identity(result):
+    """What tells a result from the others of its file."""
+    recipe = recipe_fields(result)
+    return result["kind"], result.get("label"), recipe["pos"], recipe["seed"], corpus_of(result)
+
+
 def unit_of(results):
     return "byte" if results[0]["recipe"].get("tokenizer") == "byte" else "token"
 

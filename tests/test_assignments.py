@@ -718,8 +718,8 @@ def test_a_batch_of_good_and_broken_submissions_is_graded_whole(tmp_path, capsys
     assert [int(row[1]) for row in rows] == [10, 0, 10, 0, 10, 0, 10, 10]
     assert "cannot be loaded" in rows[1][-1] and "cannot be read" in rows[3][-1]
     assert capsys.readouterr().out.count(" of 10\n") == 8
-    for taken in (paths[4], paths[0] / "scores.csv"):  # a student's file, or beside one
-        refuses(grade.main, [paths[0], paths[4], "--out", taken], "choose another")
+    for taken in (paths[4], paths[0] / "scores.csv", paths[2]):  # a student's, or beside it
+        refuses(grade.main, [paths[0], "--out", taken], "choose another")
     assert paths[4].read_text() == solution
 
 

@@ -290,6 +290,11 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert "| FoPE, CF alone | 1 |" in output and "the figure: " in output
     logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert logged == sorted(set(logged))
+    more = json.dumps([*results, results[0] | {"label": "of another seed, say"}])
+    (tmp_path / "equations.json").write_text(more)
+    _, stderr = start(tmp_path, "equations").communicate(timeout=300)
+    assert "1 results that would be lost" in stderr
+    assert (tmp_path / "equations.json").read_text() == more
 
 
 class FirstOfTwo(Passkey):
