@@ -77,7 +77,7 @@ def file_errors():
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         # a flag without a value of its own has no default worth printing
-        if action.default is None or action.default is False or action.default == []:
+        if action.default is None or action.default is False or action.default in ([], {}):
             return action.help
         return super()._get_help_string(action)
 
@@ -133,7 +133,7 @@ def parse_keywords(flag, pairs):
         if not equals or key in keywords:
             raise Refused(f"{flag} {pair!r} is not of the form keyword=value, each once")
         try:
-            keywords[key] = json.loads(text)
+            keywords[key] = json.loads(text, parse_constant=str)  # NaN is no number here
         except ValueError:
             keywords[key] = text
     return keywords

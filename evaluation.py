@@ -4,6 +4,7 @@ eval_perplexity.py and eval_passkey.py are the command lines.
 """
 
 import math
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from recipe import FIXED, parse_lengths, recipe_fields
+from recipe import MAY_CHANGE, Keywords, parse_lengths, recipe_fields
 
 DEPTH_BINS = 10
 
@@ -171,8 +172,9 @@ def evaluation_parser(doc):
     add("--out", type=Path, help="the json file; without it beside the checkpoint")
     add("--label", help="the model's name in figures and tables, if not its embedding's")
     common.add_device_flag(parser)
-    add("--pos_args", nargs="*", metavar="K=V", help="change the embedding's keywords")
-    add("--rope_scaling", nargs="*", metavar="K=V", help="slower ones: kind=yarn factor=4")
+    words = dict(nargs="*", metavar="K=V", action=Keywords, default={})
+    add("--pos_args", **words, help="change the embedding's keywords")
+    add("--rope_scaling", **words, help="slower ones: kind=yarn factor=4")
     return parser
 
 
@@ -184,11 +186,8 @@ def load_for_evaluation(args, **asked):
     device = common.init_distributed(args.device)
     model, about, state = load_run(args.run)
     asked = {name: value for name, value in asked.items() if value is not None}
-    changes = {
-        flag: common.parse_keywords(f"--{flag}", pairs)
-        for flag in ("pos_args", "rope_scaling")
-        if (pairs := getattr(args, flag))
-    }
+    flags = ("pos_args", "rope_scaling")
+    changes = {flag: value for flag in flags if (value := getattr(args, flag))}
     config = replace(model.config, **asked)
     if changes:
         if not args.out:
@@ -216,15 +215,18 @@ def result_file(args, kind, recipe):
             was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
         except (Refused, KeyError, TypeError):
             raise Refused(f"--out {out} is there already and is no result") from None
-        names = ("pos", "pos_args", "rope_scaling", "train_len", "seed", *FIXED)
-        now = {name: getattr(recipe, name) for name in names}
+        now = asdict(recipe)
+        fixed = {name: v for name, v in old_fields.items() if name not in MAY_CHANGE}
         if kind == "perplexity":
-            now["data"], old_fields["data"] = str(Path(args.data or recipe.data)), old.get("data")
-        differs = [name for name in now if old_fields.get(name, now[name]) != now[name]]
+            now["data"], fixed["data"] = str(Path(args.data or recipe.data)), old.get("data")
+        differs = [
+            f"{name} {value}" for name, value in fixed.items() if now.get(name, value) != value
+        ]
         if was != kind or differs:
-            what = ", ".join([was, *(f"{name} {old_fields[name]}" for name in differs)])
+            what = ", ".join([was, *differs])
             raise Refused(f"--out {out} holds another result ({what}); give another name")
-    common.make_folder(out.parent)
+    if not os.access(common.make_folder(out.parent), os.W_OK):
+        raise Refused(f"{out.parent} cannot be written to; give --out")
     return out
 
 

@@ -273,7 +273,8 @@ def check_pos(config):
             raise Refused(f"{config.pos} has no frequencies that --rope_scaling could lower")
         check_keywords("--rope_scaling", config.rope_scaling, keywords_of(rope_scaling))
         if not {"factor", "original_len"} <= config.rope_scaling.keys():
-            raise Refused("--rope_scaling needs a factor and a trained model, as of --init_from")
+            needs = "--rope_scaling needs a factor, and original_len, the length of a trained model"
+            raise Refused(f"{needs} (which --init_from knows)")
     try:
         with torch.random.fork_rng(devices=[]):
             make_pos(config)

@@ -266,6 +266,8 @@ def main(argv=None):
     elif "init_from" in given:
         start, _, _ = load_run(given["init_from"])
         recipe = start.config.going_on(**given)
+    elif args.resume and not given:
+        raise Refused(f"there is no run in {out}; with the flags of one --resume would start it")
     else:
         recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
     recipe = recipe.check().resolved()

@@ -15,6 +15,7 @@ its authors cut them; 4 accuracies; 5 losses of the first right answer, in nats;
 import math
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -121,17 +122,15 @@ def evaluate_like_ours(model, tokenizer, name, tokenizer_name, args):
 
         evaluations["perplexity"] = evaluate_text
     if args.passkeys:
-        task = Passkey(encode)
-        ask = partial(evaluation.task_accuracy, model, task, trials=args.passkeys)
+        ask = partial(evaluation.task_accuracy, model, Passkey(encode), trials=args.passkeys)
         evaluations["passkey"] = ask
     model.config = replace(model.config, lengths=args.lengths)
     for kind, evaluate in evaluations.items():
         measured = evaluation.evaluate_lengths(model, evaluate)
         recipe = {f.name: getattr(model.config, f.name) for f in fields(GPTConfig)}
         recipe["tokenizer"] = tokenizer_name  # how the model was trained is not known here
-        # labelled, since two models may have one embedding
-        about = dict(kind=kind, label=Path(name).name, recipe=recipe, data=args.text or "")
-        evaluation.write_result(args.out / f"{Path(name).name}_{kind}.json", model, about, measured)
+        about = dict(kind=kind, label=name, recipe=recipe, data=args.text or "", asked=args.asked)
+        evaluation.write_result(args.out / f"{name}_{kind}.json", model, about, measured)
 
 
 def main(argv=None):
@@ -155,23 +154,27 @@ def main(argv=None):
         raise Refused("two models have the same name, and so would their results")
     device = common.init_distributed(args.device)
     table = f"table{args.table}" if args.table else "tasks" if args.tasks else ""
-    kinds = filter(None, [table, args.text and "perplexity", args.passkeys and "passkey"])
+    kinds = [table, args.text and "perplexity", args.passkeys and "passkey"]
     common.make_folder(args.out)
-    for path in [args.out / f"{Path(n).name}_{kind}.json" for kind in kinds for n in args.models]:
-        if path.exists() and common.read_json(path).get("command") != common.command():
-            raise Refused(f"{path} is of another command; choose another --out")
+    args.asked = {k: str(v) for k, v in vars(args).items() if k not in ("models", "out", "device")}
+    for name, kind in product(args.models, filter(None, kinds)):
+        path = args.out / f"{Path(name).name}_{kind}.json"
+        if path.exists() and common.read_json(path).get("asked") != args.asked:
+            raise Refused(f"{path} was asked something else; choose another --out")
     for name in args.models:
         llama, tokenizer, tokenizer_name = load_model(name, device)
         if table:
             rows = run_tasks(llama, tokenizer, args)
-            about = {"model": name, "swap": getattr(llama.config, "swap", None), "tasks": rows}
-            out = args.out / f"{Path(name).name}_{table}.json"
-            about |= {"command": common.command()} | common.provenance(llama.device)
-            common.write_json(out, about)
+            about = {"model": name, "asked": args.asked, "tasks": rows}
+            about |= {"swap": getattr(llama.config, "swap", None), "command": common.command()}
+            about |= common.provenance(llama.device)
+            common.write_json(args.out / f"{Path(name).name}_{table}.json", about)
             for task, row in rows.items():
                 print(f"{name} {task}:", ", ".join(f"{k} {v}" for k, v in row.items()))
         if args.text or args.passkeys:
-            evaluate_like_ours(AsGPT(llama).eval(), tokenizer, name, tokenizer_name, args)
+            evaluate_like_ours(
+                AsGPT(llama).eval(), tokenizer, Path(name).name, tokenizer_name, args
+            )
 
 
 if __name__ == "__main__":

@@ -108,9 +108,7 @@ def main(argv=None):
     parser.add_argument("run", metavar="RUN", help="a folder that train.py wrote")
     parser.add_argument("--out", required=True, type=Path, help="folder for the exported model")
     args = parser.parse_args(argv)
-    readme = args.out / "README.md"
-    ours = readme.is_file() and readme.read_text("utf-8").strip() in (PLAIN, SWAPPED)
-    if args.out.is_dir() and any(args.out.iterdir()) and not ours:
+    if args.out.is_dir() and any(args.out.iterdir()):
         raise Refused(f"--out {args.out} holds other files; give an empty or a new folder")
     model, _, _ = load_run(args.run)
     tokenizer = load_tokenizer(model.config.tokenizer, args.run)
@@ -118,7 +116,7 @@ def main(argv=None):
     llama.save_pretrained(common.make_folder(args.out))
     to_fast_tokenizer(tokenizer).save_pretrained(args.out)
     about = PLAIN if type(llama) is LlamaForCausalLM else SWAPPED
-    readme.write_text(f"{about}\n", encoding="utf-8")
+    (args.out / "README.md").write_text(f"{about}\n", encoding="utf-8")
     print(f"{args.out}: {about.partition('. ')[0].partition(',')[0]}")
 
 

@@ -11,19 +11,18 @@ order. Run again, it continues from its last checkpoint.
 """
 
 import json
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
 from datasets import load_dataset
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 import common
 from common import Refused
 from hf.models import AsGPT, first_line, load_model
 from hf.swap import EMBEDDINGS, swap_position_embedding
-from recipe import is_a, name_of
+from recipe import Keywords, is_a, name_of
 
 # for models that have no template of their own; SmolLM's is the same
 CHATML = (
@@ -39,41 +38,42 @@ FLAGS |= dict(gradient_accumulation_steps="--grad_accum")
 
 def parse_args(argv):
     parser = common.ArgumentParser(__doc__)
-    add, size = parser.add_argument, common.positive_int
+    add, size, number = parser.add_argument, common.positive_int, common.number
     add("model", metavar="MODEL", help="a Llama: a folder, a name on the hub, a run")
     add("--data", required=True, help="a .jsonl file, or a data set of the hub")
     add("--config", help="of a data set of the hub that has several")
     add("--split", default="train", help="of a data set of the hub")
     add("--out", required=True, help="folder for checkpoints and the model")
     add("--pos", choices=EMBEDDINGS, help="without it the model's own stays")
-    add("--pos_args", nargs="*", default=[], metavar="K=V", help="keywords of --pos")
-    add("--rope_scaling", nargs="*", default=[], metavar="K=V", help="such as kind=yarn factor=2")
+    words = dict(nargs="*", metavar="K=V", action=Keywords, default={})
+    add("--pos_args", **words, help="keywords of --pos")
+    add("--rope_scaling", **words, help="such as kind=yarn factor=2")
     add("--context", type=size, default=4096, help="tokens of a sequence")
     add("--batch_size", type=size, default=4, help="sequences a step and process")
     add("--grad_accum", type=size, default=1, help="batches before a step of the optimizer")
-    add("--epochs", type=common.number(float, 0, 1000), default=1.0, help="of the data")
-    add("--lr", type=common.number(float, 0, 1), default=3e-4, help="peak learning rate")
-    seed = common.number(int, 0, 2**32 - 1)
-    add("--seed", type=seed, default=0, help="of FoPE's noise and the data order")
-    add("--trainer", nargs="*", default=[], metavar="K=V", help="further fields of TRL's SFTConfig")
+    add("--epochs", type=number(float, 0, 1000), default=1.0, help="of the data")
+    add("--lr", type=number(float, 0, 1), default=3e-4, help="peak learning rate")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of noise and data order")
+    add("--trainer", **words, help="further fields of TRL's SFTConfig")
     return parser.parse_args(argv)
 
 
 def check_lines(path):
     """Refuse a .jsonl without lines, and one that has a line without a text or a chat."""
-    n = 0
+    n, first = 0, ""
     with common.file_errors(), open(path, encoding="utf-8") as f:
         for n, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
-                texts = [row["text"]] if "text" in row else []
-                for turn in row.get("messages", []):
-                    texts += turn["role"], turn["content"]
+                field = "messages" if "messages" in row else "text"
+                turns = row["messages"] if field == "messages" else []
+                texts = [turn[key] for turn in turns for key in ("role", "content")] or [row[field]]
             except (ValueError, KeyError, TypeError, AttributeError):
                 texts = []
-            if not texts or not all(isinstance(text, str) for text in texts):
-                fields = '"text": "..." and no "messages": [{"role": "...", "content": "..."}]'
-                raise Refused(f"{path} has in line {n} no {fields}")
+            good = texts and field == (first := first or field)
+            if not good or not all(isinstance(text, str) for text in texts):
+                fields = '"text": "..." or "messages": [{"role": "...", "content": "..."}]'
+                raise Refused(f"{path}, line {n}: each line needs {fields}, all the same")
     if n == 0:
         raise Refused(f"{path} is empty")
 
@@ -81,18 +81,18 @@ def check_lines(path):
 def read_data(name, config, split):
     """A data set with a "messages" or "text" field. Refused if there is none."""
     which = dict(path=name, name=config, split=split)
-    if name.endswith((".jsonl", ".json")):
+    if name.endswith((".jsonl", ".json")) or Path(name).is_file():
         check_lines(name)
         which = dict(path="json", data_files=name, split="train")
     data = first_line(f"no data {name}", lambda: load_dataset(**which))
     if not {"messages", "text"} & set(data.column_names):
         raise Refused(f'{name} has no "messages" and no "text", only {data.column_names}')
-    return data
+    return data.select_columns("messages" if "messages" in data.column_names else "text")
 
 
-def trainer_fields(words):
+def trainer_fields(given):
     """--trainer's fields of SFTConfig. Refused where a flag says it or a number is none."""
-    given, types = common.parse_keywords("--trainer", words), get_type_hints(SFTConfig)
+    types = get_type_hints(SFTConfig)
     for name, value in given.items():
         if name in FLAGS:
             raise Refused(f"--trainer {name}: {FLAGS[name]} says that")
@@ -116,10 +116,8 @@ def main(argv=None):
     args = parse_args(argv)
     if (args.pos_args or args.rope_scaling) and not args.pos:
         raise Refused("--pos_args and --rope_scaling go with --pos")
-    pos_args = common.parse_keywords("--pos_args", args.pos_args)
     model, tokenizer, _ = load_model(args.model)
-    scaling = common.parse_keywords("--rope_scaling", args.rope_scaling) or None
-    if scaling:
+    if scaling := args.rope_scaling or None:
         scaling = AsGPT(model).config.scaling_of_trained(scaling)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     recipe = dict(
@@ -141,33 +139,40 @@ def main(argv=None):
     )
     recipe |= trainer_fields(args.trainer)
     config = first_line("--trainer", lambda: SFTConfig(**recipe))
-    first_line("--trainer", lambda: get_reporting_integration_callbacks(config.report_to))
     started = common.make_folder(args.out) / "finetune.json"
-    what = "model", "data", "config", "split", "context", "pos", "pos_args", "rope_scaling"
-    asked = {name: str(getattr(args, name)) for name in what}
+    asked = {k: str(value) for k, value in vars(args).items() if k not in ("out", "trainer")}
+    if Path(args.data).is_file():
+        asked["data"] = f"{args.data} {common.file_sha256(args.data)}"
     if not started.exists() and any(started.parent.iterdir()):
         raise Refused(f"--out {args.out} holds other files; give an empty or a new folder")
     if started.exists() and (was := common.read_json(started)) != asked:
-        differs = ", ".join(f"--{name}" for name in what if was.get(name) != asked[name])
+        differs = ", ".join(f"--{name}" for name in asked if was.get(name) != asked[name])
         raise Refused(f"{args.out} was started with another {differs}; choose another --out")
     data = read_data(args.data, args.config, args.split)
     fed = dict(train_dataset=data, processing_class=tokenizer)
     trainer = first_line("SFTTrainer", lambda: SFTTrainer(model, config, **fed))
     some = [x for x in trainer.train_dataset[:8]["input_ids"] if len(x) == args.context]
     if not some:
-        raise Refused(f"{args.data} has fewer tokens than the {args.context:,} of --context")
+        raise Refused(f"{args.data} gives no whole sequence of the {args.context:,} of --context")
     if args.pos:
         before = mean_loss(model, some)
         chosen = dict(rope_scaling=scaling, seed=args.seed)
-        if taken := {"train_len", "pos", "model", *chosen} & pos_args.keys():
+        if taken := {"train_len", "pos", "model", *chosen} & args.pos_args.keys():
             raise Refused(f"--pos_args {taken.pop()}: that is no keyword of {args.pos}")
-        swap_position_embedding(model, args.pos, args.context, **chosen, **pos_args)
+        swap_position_embedding(model, args.pos, args.context, **chosen, **args.pos_args)
         after = f"{mean_loss(model, some):.4f} with {args.pos}"
         if trainer.is_world_process_zero():
             print(f"{before:.4f} nats per token with its own embedding, {after}")
     if trainer.is_world_process_zero():
         common.write_json(started, asked)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out))
+    # a kill can leave a checkpoint without its last file
+    whole = [path.parent for path in started.parent.glob("checkpoint-*/trainer_state.json")]
+    steps = {int(path.name.partition("-")[2]): str(path) for path in whole}
+    last = max(steps, default=0)
+    if 0 < config.max_steps <= last:
+        print(f"{args.out} is done already: {last} steps")
+        return
+    trainer.train(resume_from_checkpoint=steps.get(last))
     trainer.save_model()
 
 

@@ -42,6 +42,9 @@ def load_model(name, device="cpu"):
     model = first_line(f"no model {name}", lambda: read(name, dtype=torch.float32))
     check_llama(model)
     tokenizer = first_line(f"no tokenizer {name}", lambda: read_tokenizer(name))
+    if len(tokenizer) > model.config.vocab_size:
+        sizes = f"{len(tokenizer):,} tokens, its model {model.config.vocab_size:,}"
+        raise Refused(f"the tokenizer of {name} has {sizes}: resize_token_embeddings adds them")
     return model.to(device).eval(), tokenizer, name
 
 

@@ -27,7 +27,6 @@ from model import GPTConfig, make_pos
 from recipe import check_pos
 
 EMBEDDINGS = ("nope", "alibi", "rope", "fope")
-NOT_KNOWN = "its attention is not known here"
 ELSEWHERE = {  # what it would take to exchange the embedding of ...
     "MistralForCausalLM": "without a sliding window its weights can be loaded as one",
     "Qwen2ForCausalLM": "q, k and v have biases, the output has none; Attention would have to, too",
@@ -54,8 +53,7 @@ class LayerPosition(nn.Module):
     def forward(self, q, k, v, positions):
         """
         q (B, n_head, T, head_dim), k and v (B, n_kv_head, T, head_dim) of tokens at positions
-        (B or 1, T), as they enter cache and attention. Cosines are made for these positions, and
-        nothing is kept: a table would need to know how far a text goes.
+        (B or 1, T), as they enter cache and attention. No table: how far a text goes is not known.
         """
         pos = self.embedding
         if isinstance(pos, ALiBi):  # two more columns, and q has its scale
@@ -159,7 +157,7 @@ load = SwappedLlama.from_pretrained
 
 def check_llama(model):
     if (name := type(model).__name__) not in ("LlamaForCausalLM", "SwappedLlama"):
-        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, NOT_KNOWN)}")
+        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, 'not known here')}")
 
 
 def learned_type(config):

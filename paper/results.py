@@ -106,11 +106,16 @@ def check_together(by_kind):
             if len({str(same(r, r["lengths"][lengths[0]])) for r in results}) > 1:
                 raise Refused(f"these {kind} results cannot be compared: several {what}")
         for label, seeds in by_kind[kind].items():
-            first, *others = (r["recipe"] | {"step": r.get("step")} for r in seeds)
+            first, *others = (r["recipe"] | trained(r) for r in seeds)
             for name in {name for other in others for name in other if name not in MAY_DIFFER}:
                 if len({str(recipe.get(name)) for recipe in (first, *others)}) > 1:
                     what = f"the seeds of {label} differ in {name}"
                     raise Refused(f"{what}; tell them apart by --label")
+
+
+def trained(result):
+    """How far, and on what."""
+    return {"step": result.get("step"), "training data": result.get("trained_on")}
 
 
 def is_task(kind):

@@ -244,7 +244,10 @@ def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_pa
     for flags, words in (
         (["--rope_scaling", "factor=0.5"], "factor must be at least 1, not 0.5"),
         (["--rope_scaling", "factor=inf"], "factor of --rope_scaling must be float, not 'inf'"),
-        (["--rope_scaling", "factor=Infinity"], "factor of --rope_scaling must be float, not inf"),
+        (
+            ["--rope_scaling", "factor=Infinity"],
+            "factor of --rope_scaling must be float, not 'Infinity'",
+        ),
         (["--rope_scaling", "kind=yarn", "kind=interpolate", "factor=2"], "each once"),
         (["--rope_scaling", "kind=ntk", "factor=2"], "none of yarn, interpolate"),
         (["--rope_scaling", "temperature=true"], "--rope_scaling needs a factor"),

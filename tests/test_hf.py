@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -542,7 +543,11 @@ def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path
         r"([0-9.]+) nats.* ([0-9.]+) with fope", capsys.readouterr().out
     ).groups()
     assert float(before) > 5 and abs(float(after) - float(before)) < 2
+    torn = shutil.copytree(out / "checkpoint-10", out / "checkpoint-15")  # killed while it saved
+    (torn / "trainer_state.json").unlink()
     finetune()([*map(str, argv), "max_steps=20"])
+    finetune()([*map(str, argv), "max_steps=20"])
+    assert "is done already: 20 steps" in capsys.readouterr().out
     state = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())
     losses = [line["loss"] for line in state["log_history"] if "loss" in line]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
@@ -552,6 +557,7 @@ def test_finetuning_swaps_learns_resumes_and_saves(chats, llama_folder, tmp_path
     other = write_jsonl(tmp_path / "other.jsonl", chats)
     words = [str(other if word == data else word) for word in argv]
     refuses(finetune(), words, "was started with another --data")
+    refuses(finetune(), [*map(str, argv), "--lr", "0.02"], "was started with another --lr")
     refuses(
         finetune(), [str(llama_folder if word == out else word) for word in argv], "other files"
     )
@@ -608,13 +614,14 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         refuses(main, [llama_folder, "--data", tmp_path / name, *out], "none.jsonl: No such file")
     for text, words in (
         ("", "bad.jsonl is empty"),
-        ('{"question": "who?"}\n', 'bad.jsonl has in line 1 no "text"'),
-        ('{"text": "one"}\n{"text": 5}\n', "in line 2"),
-        ('{"text": "one"}\n{"text": \n', "in line 2"),
-        ('["text"]\n', "in line 1"),
-        ('{"messages": "hello"}\n', "in line 1"),
-        ('{"messages": [{"role": "user"}]}\n', "in line 1"),
-        ("\x00\x01", "in line 1"),
+        ('{"question": "who?"}\n', 'bad.jsonl, line 1: each line needs "text"'),
+        ('{"text": "one"}\n{"text": 5}\n', "line 2"),
+        ('{"text": "one"}\n{"text": \n', "line 2"),
+        ('{"text": "one"}\n{"messages": [{"role": "user", "content": "x"}]}\n', "line 2"),
+        ('["text"]\n', "line 1"),
+        ('{"messages": "hello"}\n', "line 1"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1"),
+        ("\x00\x01", "line 1"),
     ):
         bad.write_text(text)
         refuses(main, [llama_folder, "--data", bad, *out], words)
@@ -622,6 +629,7 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         (["--pos", "fire"], "fire"),
         (["--trainer", "weight_deca=1"], "--trainer weight_deca: SFTConfig has no such field"),
         (["--trainer", "bf16"], "--trainer 'bf16'"),
+        (["--trainer", "weight_decay=NaN"], "--trainer weight_decay must be float, not 'NaN'"),
         (["--trainer", "weight_decay=high"], "--trainer weight_decay must be float, not 'high'"),
         (["--trainer", "bf16=maybe"], "--trainer bf16 must be bool or None, not 'maybe'"),
         (["--trainer", "report_to=nothing"], "nothing is not supported"),
@@ -631,7 +639,8 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         (["--out", data], "data.jsonl: File exists"),
         (["--trainer", "max_length=32"], "--trainer max_length: --context says that"),
         (["--trainer", "learning_rate=high"], "--trainer learning_rate: --lr says that"),
-        (["--context", 100_000], "100,000"),
+        (["--context", 100_000], "no whole sequence of the 100,000"),
+        (["--data", llama_folder / "config.json"], "config.json, line 1: each line needs"),
         ([*fope, "--pos_args", "train_len=5"], "train_len: that is no keyword of fope"),
         ([*fope, "--pos_args", "sigma=abc"], "sigma of fope must be float, not 'abc'"),
         ([*fope, "--pos_args", "sigm=1"], "fope has no keyword sigm"),
@@ -691,11 +700,15 @@ def test_tasks_and_bins(benchmark, llama_folder, tmp_path):
     for name, (score, n) in scores.items():
         row = result["tasks"]["writing"]["bins"][name]
         assert row == {"score": pytest.approx(score), "documents": n}
-    refuses(benchmark.main, [llama_folder, "--tasks", "none", "--out", tmp_path / "out"], "none")
+    refuses(benchmark.main, [llama_folder, "--tasks", "none", "--out", tmp_path / "new"], "none")
     refuses(benchmark.main, [llama_folder, "--out", tmp_path / "out"], "nothing to do")
     gpt2 = gpt2_folder(tmp_path / "gpt2")
     refuses(benchmark.main, [gpt2, *tasks, "--out", tmp_path / "out"], "GPT2LMHeadModel is no")
-    refuses(benchmark.main, [*argv, "--max_length", 5], "--max_length 5 has no room before 4")
+    refuses(
+        benchmark.main,
+        [*argv[:-3], tmp_path / "new", "--max_length", 5],
+        "--max_length 5 has no room before 4",
+    )
 
 
 def test_the_loss_of_an_answer(benchmark, llama_folder, tmp_path, monkeypatch):
@@ -730,7 +743,7 @@ def test_the_harness_has_the_papers_tasks(benchmark):
         assert {t if isinstance(t, str) else t["task"] for t in tasks} <= set(known)
 
 
-def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path, monkeypatch):
+def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path):
     text = write_text(tmp_path / "text", 1, 900) / "000.txt"
     argv = [checkpoint, "--text", text, "--passkeys", 8, "--lengths", "224,448"]
     argv += ["--out", tmp_path / "out", "--device", "cpu"]
@@ -753,7 +766,6 @@ def test_a_run_is_read_as_our_scripts_read_it(benchmark, checkpoint, tmp_path, m
                 expected = task_accuracy(model, Passkey(encoding.encode_ordinary), int(length), 8)
                 for name in ("accuracy", "token_accuracy", "answer_nll", "trials"):
                     assert row[name] == pytest.approx(expected[name], abs=1e-4)
-    monkeypatch.setattr(sys, "argv", ["hf/benchmark.py", "--text", "another.txt"])
-    refuses(benchmark.main, argv, "is of another command")
+    refuses(benchmark.main, [*argv, "--limit", "3"], "was asked something else")
     plot.main([*map(str, (tmp_path / "out").glob("*.json")), "--out", str(tmp_path / "figure")])
     assert (tmp_path / "figure.png").exists()

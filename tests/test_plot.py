@@ -181,6 +181,8 @@ def test_foreign_results_are_refused(tmp_path):
     refuses(plot.main, [a, b, "--out", tmp_path], "several amounts of text")
     b.write_text(text.replace('"seed": 0', '"seed": 1').replace("{", '{"step": 3, ', 1))
     refuses(plot.main, [a, b, "--out", tmp_path], "the seeds of RoPE differ in step")
+    b.write_text(text.replace('"seed": 0', '"seed": 1').replace("{", '{"trained_on": ["x"], ', 1))
+    refuses(plot.main, [a, b, "--out", tmp_path], "the seeds of RoPE differ in training data")
     for old, new in (('"seed": 0', '"seed": 1'), ('"128": {', '"64": {'), ('"256": {', '"32": {')):
         text = text.replace(old, new)
     b.write_text(text)

@@ -130,8 +130,8 @@ ALL_BUT_ROPE = [
     "pos, scaling, words",
     [
         *ALL_BUT_ROPE,
-        ("rope", {"kind": "yarn"}, "--rope_scaling needs a factor and a trained model"),
-        ("rope", {"factor": 2.0}, "--rope_scaling needs a factor and a trained model"),
+        ("rope", {"kind": "yarn"}, "needs a factor, and original_len"),
+        ("rope", {"factor": 2.0}, "needs a factor, and original_len"),
         ("rope", SCALED | {"kind": "ntk"}, "rope: kind 'ntk' is none of yarn, interpolate"),
         ("rope", SCALED | {"factor": "2"}, "factor of --rope_scaling must be float, not '2'"),
         ("rope", SCALED | {"factor": BIG}, "factor of --rope_scaling must be float"),
