@@ -61,7 +61,7 @@ def parse_args(argv):
 def check_lines(path):
     """Refuse a .jsonl without lines, and one that has a line without a text or a chat."""
     n, first = 0, ""
-    with common.file_errors(), open(path, encoding="utf-8") as f:
+    with common.file_errors(), open(path, encoding="utf-8-sig") as f:
         for n, line in enumerate(f, 1):
             try:
                 row = json.loads(line)
