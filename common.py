@@ -91,7 +91,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(**kwargs)
 
     def error(self, message):
-        raise Refused(f"{message} (see {self.prog} --help)")
+        raise Refused(f"{message} (see {shlex.join(script())} --help)")
 
 
 def number(kind, low, high):
@@ -316,10 +316,14 @@ def provenance(device):
     return {"commit": git_commit(), "hardware": hardware, "software": software}
 
 
-def command():
-    """How this process was started, as one would type it in the project's folder."""
-    script, module = Path(sys.argv[0]).resolve(), sys.modules["__main__"].__spec__
-    script = [str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name)]
+def script():
+    """What this process runs, as one would type it in the project's folder."""
+    path, module = Path(sys.argv[0]).resolve(), sys.modules["__main__"].__spec__
     if module:  # python -m
-        script = ["-m", module.name.removesuffix(".__main__")]
-    return shlex.join(["python", *script, *sys.argv[1:]])
+        return ["python", "-m", module.name.removesuffix(".__main__")]
+    return ["python", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)]
+
+
+def command():
+    """How this process was started."""
+    return shlex.join([*script(), *sys.argv[1:]])

@@ -218,7 +218,8 @@ def result_file(args, kind, recipe):
         now = asdict(recipe)
         fixed = {name: v for name, v in old_fields.items() if name not in MAY_CHANGE}
         if kind == "perplexity":
-            now["data"], fixed["data"] = str(Path(args.data or recipe.data)), old.get("data")
+            now["data"] = str(Path(args.data or recipe.data))
+            fixed["data"] = old.get("data", now["data"])
         differs = [
             f"{name} {value}" for name, value in fixed.items() if now.get(name, value) != value
         ]
