@@ -10,6 +10,7 @@ Seeds of one label are drawn as their mean, with the standard deviation or each 
 
 import itertools
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -94,18 +95,19 @@ def label_ends(fig, labelled):
     labelled: for each of the axes [(label, last y, colour)].
     """
     fig.draw_without_rendering()  # so that positions are known
-    height = 1.15 * SMALL * fig.dpi / 72
     for ax, curves in labelled.items():
+        words = [textwrap.fill(label, 22) for label, *_ in curves]
         ends = [ax.transData.transform((1, y))[1] for _, y, _ in curves]
         order, places = np.argsort(ends), np.sort(ends)
+        heights = np.array([words[i].count("\n") + 1 for i in order]) * 1.15 * SMALL * fig.dpi / 72
         for _ in range(100):  # neighbours push each other
-            push = np.maximum(0, height - np.diff(places)) / 2
+            push = np.maximum(0, (heights[1:] + heights[:-1]) / 2 - np.diff(places)) / 2
             places[1:] += push
             places[:-1] -= push
         for i, place in zip(order, places, strict=True):
-            label, y, colour = curves[i]
+            _, y, colour = curves[i]
             ax.annotate(
-                label.replace("$", r"\$"),  # or it would be TeX
+                words[i].replace("$", r"\$"),  # or it would be TeX
                 (1, y),
                 (4, (place - ends[i]) * 72 / fig.dpi),
                 xycoords=("axes fraction", "data"),
@@ -129,7 +131,7 @@ def length_axis(ax, train_len, lengths):
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
     ax.minorticks_off()
     ax.axvline(train_len, color="black", lw=0.8, ls=":", zorder=1)
-    ax.set_xlabel("evaluation length (tokens); dotted line: training length")
+    ax.set_xlabel("length that is read (tokens); dotted: training")
     ax.grid(alpha=0.25)
 
 

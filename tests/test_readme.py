@@ -61,7 +61,7 @@ def test_the_headline_is_that_of_the_results():
     shares = results.rise_removed(parts)
     for label, words in (
         ("FoPE, CF alone", "Alone it removes {} %"),
-        ("FoPE, FS alone, FoPE's table noise", "the series alone {} %"),
+        ("FoPE, FS alone, FoPE's table noise", "The series alone removes {} %"),
     ):
         share = 100 * sum(shares[label]) / len(shares[label])
         assert words.format(round(share)) in text
@@ -100,7 +100,26 @@ def test_the_report_says_what_the_parts_are_worth():
         f"{results.seed_stats(parts[f'{name} + QK-norm'], 'perplexity', [8192])[1][0]:.1f}"
         for name in ("RoPE", "FoPE")
     ]
-    assert f"With QK-norm RoPE grows to {far[0]}, FoPE to {far[1]}." in read("README.md")
+    both = f"With QK-norm in both, perplexity grows to {far[0]} (RoPE) and {far[1]} (FoPE)."
+    assert both in " ".join(read("README.md").split())
+    keys = results.load_results([ROOT / "results" / "parts.json"])["passkey"]
+    for label, words in (
+        ("FoPE, CF alone", "the floor alone finds {}, {}, {} and {} %"),
+        ("FoPE", "FoPE {}, {}, {} and {}."),
+        ("FoPE, FS alone, FoPE's table noise", "The series alone finds {}, {}, {} and {} %"),
+        ("RoPE", "RoPE {}, {}, {} and {}."),
+    ):
+        assert {results.seed_of(r) for r in keys[label]} == {1, 2, 3, 4, 5}
+        digits = results.seed_stats(keys[label], "token_accuracy", [1024, 2048, 4096, 8192])[1]
+        assert words.format(*(round(100 * share) for share in digits)) in text, label
+    lengths = [1024, 2048, 4096, 8192]
+    for label, behind in (("FoPE, FS alone, FoPE's table noise", True), ("FoPE, CF alone", False)):
+        pairs = 100 * results.paired_differences(
+            keys[label], keys["FoPE"], "token_accuracy", lengths
+        )
+        half = results.half_interval(pairs)
+        assert all((pairs.mean(axis=0) + half < 0)[1:] == behind), label
+    assert f"one of {half.min():.0f} to {half.max():.0f} % of the digits could hide" in text
 
 
 def test_the_attention_row_is_that_of_its_json():
