@@ -145,6 +145,8 @@ def parse_keywords(flag, pairs):
 def make_folder(path):
     with file_errors():
         Path(path).mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise Refused(f"{path} cannot be written to")
     return Path(path)
 
 

@@ -282,8 +282,8 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert process.returncode == 130 and "the same command continues" in stderr
     assert (tmp_path / "text" / "fope_s0" / "checkpoint.pt").exists()
     output, stderr = start(tmp_path, "equations").communicate(timeout=300)
-    assert (tmp_path / "equations.png").exists(), stderr
-    results = json.loads((tmp_path / "equations.json").read_text())
+    assert (tmp_path / "equations_quick.png").exists(), stderr
+    results = json.loads((tmp_path / "equations_quick.json").read_text())
     equations = [f"FoPE, equations, sigma {sigma}" for sigma in (0, 0.1, 0.3)]
     assert [r["label"] for r in results] == [None, "FoPE, CF alone", *equations]
     assert all(r["recipe"]["tokens"] == 30000 and r["commit"] for r in results)
@@ -291,10 +291,10 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert logged == sorted(set(logged))
     more = json.dumps([*results, results[0] | {"label": "of another seed, say"}])
-    (tmp_path / "equations.json").write_text(more)
+    (tmp_path / "equations_quick.json").write_text(more)
     _, stderr = start(tmp_path, "equations").communicate(timeout=300)
     assert "1 results that would be lost" in stderr
-    assert (tmp_path / "equations.json").read_text() == more
+    assert (tmp_path / "equations_quick.json").read_text() == more
 
 
 class FirstOfTwo(Passkey):

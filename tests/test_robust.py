@@ -76,11 +76,11 @@ def test_training_killed_20_times_ends_with_the_same_weights(server, data_folder
     straight = run_training(data_folder, tmp_path / "straight", *flags)
     out, rng = tmp_path / "killed", random.Random(0)
     argv = ["--data", data_folder, "--out", out, *TRAIN_FLAGS, *flags, "--resume"]
-    # what a run writes first; the fourth is a second checkpoint
-    writes = ["log.jsonl", "checkpoint.pt", "config.json", "checkpoint.pt"]
+    # what a run writes first; the fifth is a second checkpoint
+    writes = ["log.jsonl", "tokenizer.tiktoken", "checkpoint.pt", "config.json", "checkpoint.pt"]
     for number in range(20):
         if number % 2 == 0:
-            n = number // 2 % 4
+            n = number // 2 % 5
             assert run_and_kill(server, bad_disk.run_train, argv, n + 1), OVER
             halves = [path.name.split(".")[:2] for path in out.glob("*.tmp")]
             assert halves == [writes[n].split(".")], "not the half of that file alone"
