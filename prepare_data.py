@@ -329,7 +329,7 @@ def open_progress(out, settings):
     """What an equal run has finished, up to its first bad shard; None when all is done."""
     done, begun = out / "meta.json", out / "progress.json"
     if not done.exists() and not begun.exists():
-        if found := next(out.glob("*.bin"), None):
+        for found in (*out.glob("*.bin"), *out.glob("tokenizer.tiktoken")):
             raise Refused(f"{found} was not prepared here; choose another --out")
         return {"settings": settings, "shards": []}
     saved = common.read_json(done if done.exists() else begun)
@@ -452,6 +452,7 @@ def prepare(args, sources, settings):
         return
 
     # the tokenizer
+    common.write_json(args.out / "progress.json", progress)
     is_bpe, ranks = args.tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
     if is_bpe and args.tokenizer_folder:
         with common.file_errors():
@@ -461,7 +462,6 @@ def prepare(args, sources, settings):
         print(f"training the tokenizer {args.tokenizer}")
         train_bpe(split_documents(*sources[0], args.unwrap), int(args.tokenizer[4:]), ranks)
     encoding = data.load_tokenizer(args.tokenizer, args.out)
-    common.write_json(args.out / "progress.json", progress)
 
     # the shards
     if progress["shards"]:

@@ -20,7 +20,7 @@ from mine import MyEmbedding
 
 import evaluation
 import fope
-from common import ArgumentParser, Refused, one_sentence_errors
+from common import ArgumentParser, Refused, make_folder, one_sentence_errors
 
 HERE = Path(__file__).resolve().parent
 # {exercise: what is to be written in its file}
@@ -112,7 +112,7 @@ def main(argv=None):
     parser = ArgumentParser(__doc__)
     parser.add_argument("folder", type=Path, help="a new or empty folder")
     args = parser.parse_args(argv)
-    if args.folder.exists() and any(args.folder.iterdir()):
+    if any(make_folder(args.folder).iterdir()):
         raise Refused(f"{args.folder} is not empty; choose another folder")
     write_files(args.folder, HANDED_OUT)
     shutil.copy(HERE / "starter.md", args.folder / "README.md")

@@ -10,6 +10,7 @@ import math
 import torch
 from shared import ROOT  # noqa: F401, the way to the modules of the project
 
+from common import ArgumentParser, one_sentence_errors
 from model import GPT, LOGITS_PER_SLICE
 from recipe import RECIPES
 from train import PEAK_FLOPS
@@ -66,7 +67,8 @@ def modelled(preset, compiled):
     return ms, rate, rate * model.flops_per_token() / FLOPS, kept / 1e9
 
 
-def main():
+def main(argv=None):
+    ArgumentParser(__doc__).parse_args(argv)
     print("modelled, not measured\n\n| | | ms | tokens/s | MFU | hours for 10B tokens | peak GB |")
     print("|---|---|--:|--:|--:|--:|--:|")
     for preset in ("20M", "60M", "180M"):
@@ -80,4 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    one_sentence_errors(main)()

@@ -172,7 +172,9 @@ def main(argv=None):
     if 0 < config.max_steps <= last:
         print(f"{args.out} is done already: {last} steps")
         return
-    trainer.train(resume_from_checkpoint=steps.get(last))
+    # some of --trainer's fields are read only now
+    run = first_line if args.trainer else lambda _, call: call()
+    run("--trainer", lambda: trainer.train(resume_from_checkpoint=steps.get(last)))
     trainer.save_model()
 
 

@@ -1,7 +1,4 @@
-"""
-Models by name for finetune.py and benchmark.py: a Llama with its tokenizer, and a Llama that can be
-called as our GPT.
-"""
+"""Models by name: a Llama with its tokenizer, and a Llama that can be called as our GPT."""
 
 from pathlib import Path
 from textwrap import shorten

@@ -647,6 +647,7 @@ def test_what_cannot_be_finetuned_is_refused(llama_folder, tmp_path):
         ([*fope, "--pos_args", "n_table=3"], "n_table must divide"),
         ([*fope, "--rope_scaling", "factor=none"], "factor"),
         (["--pos_args", "sigma=1"], "go with --pos"),
+        (["--trainer", "adam_beta1=1.5"], "--trainer: ValueError: Invalid beta parameter"),
     ):
         refuses(main, [llama_folder, "--data", data, *out, *flags], words)
 
