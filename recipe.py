@@ -257,7 +257,7 @@ def check_keywords(what, given, types):
     for name, value in given.items():
         if name not in types:
             raise Refused(f"{what} has no keyword {name}; its keywords: {takes}")
-        numbers = value if isinstance(value, list) else [value] * is_a(value, float)
+        numbers = value if isinstance(value, list) else [value] if is_a(value, float) else []
         small = all(is_a(x, float) and abs(x) < 2**63 for x in numbers)  # and not nan
         if not small or not is_a(value, types[name]):
             raise Refused(f"{name} of {what} must be {name_of(types[name])}, not {value!r}")

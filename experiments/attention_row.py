@@ -58,8 +58,6 @@ def main(argv=None):
         name, T = Path(run).name.rpartition("_s")[0], 4 * model.config.train_len
         if not name or (first_T := first_T or T) != T:
             raise Refused(f"{run} is no NAME_sSEED, or has another training length than the first")
-        if T % STEP:
-            raise Refused(f"{run} has a training length that is no multiple of {STEP // 4}")
         windows = spread_windows(TokenData(model.config.data, "val"), T, WINDOWS)
         of_name[name].append(attention_rows(model, windows, T))
     numbers = {"train_len": T // 4, "step": STEP, "runs": len(args.runs), "rows": {}}
