@@ -74,8 +74,9 @@ def changes_of(figure, model, kind, seed, args):
         return changes, base.changed(**changes)
     start = next(m for m in figure.models if m.name == model.init_from)
     _, start = changes_of(figure, start, kind, seed, args)
+    init_from = run_folder(figure, kind, model.init_from, seed, args)
     changes |= dict(
-        init_from=str(run_folder(figure, kind, model.init_from, seed, args)),
+        init_from=str(init_from).removeprefix(f"{ROOT}/"),  # as results say it
         train_len=2 * base.train_len,
         lengths=",".join(map(str, parse_lengths(base.lengths, base.train_len))),
         batch_size=SIZES[args.size].continued_batch,
