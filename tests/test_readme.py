@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from paper import results, tables
 
-TEXTS = ["README.md", "results/README.md", "assignments/README.md"]
+TEXTS = ["README.md", "results/README.md", "results/mechanism/README.md", "assignments/README.md"]
 
 
 def read(text):
@@ -85,6 +85,8 @@ def test_the_report_says_what_the_parts_are_worth():
     ):
         share = f"{shares[label].mean():.0f} ± {results.half_interval(shares[label]):.0f}"
         assert words.format(share) in text, label
+    each = shares["FoPE"]
+    assert f"[{each.min():.0f} to {each.max():.0f} %]" in text
     rise = {
         label: np.diff(results.seed_stats(rows, "loss", [512, 8192])[1])[0]
         for label, rows in parts.items()
@@ -122,13 +124,35 @@ def test_the_report_says_what_the_parts_are_worth():
     assert f"one of {half.min():.0f} to {half.max():.0f} % of the digits could hide" in text
 
 
+def test_the_report_says_what_yarn_and_the_others_are_worth():
+    """RoPE-A and NoPE of figure 1; FoPE against RoPE with YaRN after a tenth and a quarter."""
+    text, at = " ".join(read("results/README.md").split()), [512, 1024, 2048, 4096, 8192]
+    for name, sign, words in (
+        ("figure4_quarter", -1, "{:.2f} ± {:.2f} nats ahead of RoPE with YaRN here"),
+        ("figure4", 1, "after a tenth {:.2f} ± {:.2f} behind"),
+    ):
+        rows = results.load_results([ROOT / "results" / f"{name}.json"])["perplexity"]
+        yarn, fope = rows["RoPE to RoPE + YaRN x16"], rows["FoPE to FoPE + YaRN x16"]
+        far = sign * results.paired_differences(rows["RoPE to FoPE"], yarn, "loss", [8192])[:, 0]
+        assert words.format(far.mean(), results.half_interval(far)) in text
+        both = results.paired_differences(fope, rows["FoPE to FoPE"], "loss", [8192])[:, 0]
+        assert abs(both.mean()) < results.half_interval(both)
+    rows = results.load_results([ROOT / "results" / "figure1_all.json"])["perplexity"]
+    above = results.paired_differences(rows["RoPE-A"], rows["FoPE"], "loss", [8192]).mean()
+    assert f"{above:.2f} nats above FoPE at 8192" in text
+    nope = results.seed_stats(rows["NoPE"], "loss", at)[1]
+    assert f"{nope[0]:.2f} nats at every length" in text and np.ptp(nope) < 0.015
+
+
 def test_the_attention_row_is_that_of_its_json():
     stored = json.loads(read("results/mechanism/attention_row.json"))
     beyond = stored["train_len"] // stored["step"]
     far = {name: f"{100 * sum(rows[-1][beyond:]):.0f} %" for name, rows in stored["rows"].items()}
     assert far["fope"] == far["fope_cf"]
     words = "{rope} of its attention to keys further away than in training, FoPE's and the floor "
-    assert (words + "alone's {fope}, ALiBi's {alibi}").format(**far) in read("results/README.md")
+    assert (words + "alone's {fope}, ALiBi's {alibi}").format(**far) in read(
+        "results/mechanism/README.md"
+    )
 
 
 def test_readme_is_a_page():
