@@ -110,6 +110,8 @@ def test_the_report_says_what_the_parts_are_worth():
         ("FoPE", "FoPE {}, {}, {} and {}."),
         ("FoPE, FS alone, FoPE's table noise", "The series alone finds {}, {}, {} and {} %"),
         ("RoPE", "RoPE {}, {}, {} and {}."),
+        ("FoPE + QK-norm", "With QK-norm FoPE finds {}, {}, {} and {} %"),
+        ("RoPE + QK-norm", "RoPE {}, {}, {} and {}: FoPE is ahead"),
     ):
         assert {results.seed_of(r) for r in keys[label]} == {1, 2, 3, 4, 5}
         digits = results.seed_stats(keys[label], "token_accuracy", [1024, 2048, 4096, 8192])[1]
@@ -122,6 +124,15 @@ def test_the_report_says_what_the_parts_are_worth():
         half = results.half_interval(pairs)
         assert all((pairs.mean(axis=0) + half < 0)[1:] == behind), label
     assert f"one of {half.min():.0f} to {half.max():.0f} % of the digits could hide" in text
+    norm = " + QK-norm"
+    for label, to, is_ahead in (
+        ("FoPE" + norm, "RoPE" + norm, True),
+        ("FoPE" + norm, "FoPE", False),
+        ("RoPE" + norm, "RoPE", False),
+    ):
+        pairs = 100 * results.paired_differences(keys[label], keys[to], "token_accuracy", lengths)
+        beyond = np.abs(pairs.mean(axis=0)) > results.half_interval(pairs)
+        assert all(beyond == is_ahead) and (not is_ahead or pairs.mean() > 0), label
 
 
 def test_the_report_says_what_yarn_and_the_others_are_worth():
