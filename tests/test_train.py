@@ -453,6 +453,9 @@ def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
     assert sorted(data_folder.iterdir()) == before
     (tmp_path / "config.json").write_text("a model of another program")
     refuses(train.main, train_argv(data_folder, tmp_path), "has a config.json and no checkpoint")
+    (tmp_path / "config.json").rename(tmp_path / "log.jsonl")
+    refuses(train.main, train_argv(data_folder, tmp_path), "has a log.jsonl and no checkpoint")
+    assert (tmp_path / "log.jsonl").read_text() == "a model of another program"
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
