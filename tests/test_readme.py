@@ -117,6 +117,8 @@ def test_the_report_says_what_the_parts_are_worth():
         digits = results.seed_stats(keys[label], "token_accuracy", [1024, 2048, 4096, 8192])[1]
         assert words.format(*(round(100 * share) for share in digits)) in text, label
     lengths = [1024, 2048, 4096, 8192]
+    assert len(keys["KERPLE"]) == 5
+    assert not any(results.seed_stats(keys["KERPLE"], "token_accuracy", lengths)[1])
     for label, behind in (("FoPE, FS alone, FoPE's table noise", True), ("FoPE, CF alone", False)):
         pairs = 100 * results.paired_differences(
             keys[label], keys["FoPE"], "token_accuracy", lengths
