@@ -140,7 +140,7 @@ def jobs_of(figure, args):
 
 def some_seeds(text):
     """A type for argparse: "5" is the first five seeds, "1-10" those from 1 to 10."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)", text)
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})", text)
     first, last = found.groups() if found else (None, 0)
     seeds = range(int(first), int(last) + 1) if first else range(int(last))
     if not 1 <= len(seeds) <= 99:

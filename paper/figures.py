@@ -229,7 +229,9 @@ FIGURES = {
         plain("alibi", "rope", "fope"),
         ("passkey_anywhere",),
     ),
-    "figure1_all": Figure("KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE)),
+    "figure1_all": Figure(
+        "KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE), BOTH
+    ),
     "parts": Figure(
         "floor, series, QK-norm and KERPLE beside RoPE and FoPE",
         PARTS,

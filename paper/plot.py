@@ -315,7 +315,7 @@ def draw(results, out, measure="perplexity", depth=False, message="", to=""):
     OUT.png, by length or as differences to the label `to`, and with depth OUT_depth.png and
     OUT_distance.png of a task. Returns their paths.
     """
-    by_length = not all(to in by_label for by_label in results.values())
+    by_length = not all(to in by_label and len(by_label) > 1 for by_label in results.values())
     figure = (
         figure_length(results, measure, message) if by_length else figure_differences(results, to)
     )

@@ -246,6 +246,7 @@ def test_list_and_refusals(capsys, tmp_path):
     refuses(paper.main, ["figure1", "--size", "3B"], "invalid choice")
     refuses(paper.main, ["figure1", "--seeds", "0"], "--seeds", "1 to 99 seeds")
     refuses(paper.main, ["figure1", "--seeds=-2"], "--seeds", "1 to 99 seeds")
+    refuses(paper.main, ["figure1", "--seeds", f"1-{10**20}"], "--seeds", "1 to 99 seeds")
     nothing = ["figure1", "--gather", "--out", tmp_path / "new", "--results", tmp_path]
     (tmp_path / "figure1.json").write_text("[]")
     refuses(paper.main, nothing, "nothing of figure1 is done in")

@@ -75,6 +75,13 @@ def test_differences_are_those_of_the_pairs():
     plot.plt.close(fig)
 
 
+def test_one_label_alone_is_drawn_by_length(tmp_path):
+    """As when the first model of a figure of differences is gathered."""
+    results = load_results([result_file(tmp_path, "perplexity", "rope", 0, 1.0)])
+    assert plot.draw(results, str(tmp_path / "f"), to="RoPE") == [f"{tmp_path / 'f'}.png"]
+    assert (tmp_path / "f.png").stat().st_size > 1000
+
+
 VALUES = {"fope": (0.5, 0.7), "rope": (0.25, 0.25), "nope": (0.0, 0.1), "mine": (0.9, 1.0)}
 
 
