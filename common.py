@@ -4,6 +4,7 @@ What the scripts share: flags, refusals in one sentence, files, devices and proc
 
 import argparse
 import atexit
+import errno
 import fcntl
 import hashlib
 import json
@@ -35,8 +36,12 @@ def one_sentence_errors(main):
 
     @wraps(main)
     def wrapped(*args, **kwargs):
+        with suppress(AttributeError):  # a notebook's, or none
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
         try:
-            return main(*args, **kwargs)
+            result = main(*args, **kwargs)
+            print(end="", flush=True)
+            return result
         except Refused as e:
             sys.exit(f"error: {e}")
         except (MemoryError, RuntimeError) as e:
@@ -47,6 +52,10 @@ def one_sentence_errors(main):
         except BrokenPipeError:  # what reads our output, such as head, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        except OSError as e:
+            if e.errno not in (errno.ENAMETOOLONG, errno.ENOSPC):
+                raise
+            sys.exit(f"error: {e.filename or 'output'}: {e.strerror}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -5,7 +5,6 @@ Text from a trained model, printed as it comes.
 """
 
 import codecs
-import sys
 
 import torch
 
@@ -37,7 +36,6 @@ def main(argv=None):
     generator = torch.Generator(device).manual_seed(args.seed)
     options = dict(temperature=args.temperature, top_k=args.top_k, generator=generator)
     model.eval()
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     print(args.prompt, end="", flush=True)
     with common.autocast(device):
         idx = torch.tensor([prompt], device=device)

@@ -151,7 +151,8 @@ def label_of(result):
 def identity(result):
     """What tells a result from the others of its file."""
     recipe = recipe_fields(result)
-    return result["kind"], result.get("label"), recipe["pos"], recipe["seed"], corpus_of(result)
+    what = str({k: v for k, v in sorted(recipe.items()) if k == "seed" or k not in MAY_DIFFER})
+    return result["kind"], result.get("label"), corpus_of(result), what
 
 
 def unit_of(results):

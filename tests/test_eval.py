@@ -567,6 +567,7 @@ def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):
     evaluate(prepare_data, *argv, "--out", tmp_path / "d")
     words = "tokenizer bpe:512", "byte"
     refuses(eval_perplexity.main, [checkpoint, "--data", tmp_path / "d"], *words)
+    refuses(eval_perplexity.main, [checkpoint, "--data", ""], "has no val tokens")
     untold = tmp_path / "untold"
     save_checkpoint(untold, load_checkpoint(checkpoint)[0])  # from a notebook, say
     refuses(eval_passkey.main, [untold], "not one that train.py wrote")

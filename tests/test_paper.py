@@ -21,7 +21,7 @@ from data import TASKS, Passkey
 from fope import FoPE
 from paper import figures, jobs, plot, tables
 from paper.figures import FIGURES
-from paper.results import load_results
+from paper.results import identity, load_results
 from recipe import RECIPES
 
 paper = importlib.import_module("paper.__main__")
@@ -297,6 +297,8 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     _, stderr = start(tmp_path, "equations").communicate(timeout=300)
     assert "1 results that would be lost" in stderr
     assert (tmp_path / "equations_quick.json").read_text() == more
+    shorter = results[0] | {"recipe": results[0]["recipe"] | {"tokens": 10}}
+    assert identity(shorter) != identity(results[0])
 
 
 class FirstOfTwo(Passkey):
