@@ -315,7 +315,7 @@ def draw(results, out, measure="perplexity", depth=False, message="", to=""):
     OUT.png, by length or as differences to the label `to`, and with depth OUT_depth.png and
     OUT_distance.png of a task. Returns their paths.
     """
-    by_length = not all(to in by_label and len(by_label) > 1 for by_label in results.values())
+    by_length = not all({to} < by_label.keys() for by_label in results.values())
     figure = (
         figure_length(results, measure, message) if by_length else figure_differences(results, to)
     )
@@ -355,8 +355,8 @@ def main(argv=None):
         out = args.out or Path(args.results[0]).with_suffix("")
         if not Path(out).name or Path(out).is_dir() or str(out).endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
-        if args.to and not all(args.to in by_label for by_label in results.values()):
-            raise Refused(f"--to {args.to} is no label of all these results")
+        if args.to and not all({args.to} < by_label.keys() for by_label in results.values()):
+            raise Refused(f"--to {args.to} is no label beside others in all these results")
         figures = draw(results, out, measure, args.depth, to=args.to)
         print(markdown_table(results, measure))
         print(f"\nfigures: {', '.join(figures)}", file=sys.stderr)

@@ -77,7 +77,9 @@ def test_differences_are_those_of_the_pairs():
 
 def test_one_label_alone_is_drawn_by_length(tmp_path):
     """As when the first model of a figure of differences is gathered."""
-    results = load_results([result_file(tmp_path, "perplexity", "rope", 0, 1.0)])
+    path = result_file(tmp_path, "perplexity", "rope", 0, 1.0)
+    refuses(plot.main, [path, "--to", "RoPE"], "--to RoPE is no label beside others")
+    results = load_results([path])
     assert plot.draw(results, str(tmp_path / "f"), to="RoPE") == [f"{tmp_path / 'f'}.png"]
     assert (tmp_path / "f.png").stat().st_size > 1000
 

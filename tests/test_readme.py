@@ -61,7 +61,7 @@ def test_the_headline_is_that_of_the_results():
     shares = results.rise_removed(parts)
     for label, words in (
         ("FoPE, CF alone", "Alone it removes {} %"),
-        ("FoPE, FS alone, FoPE's table noise", "The series alone removes {} %"),
+        ("FoPE, FS alone, FoPE's table noise", "the series alone {} %"),
     ):
         share = 100 * sum(shares[label]) / len(shares[label])
         assert words.format(round(share)) in text
@@ -95,9 +95,14 @@ def test_the_report_says_what_the_parts_are_worth():
         f"RoPE's loss on text rises by {rise['RoPE']:.2f} nats, FoPE's by {rise['FoPE']:.2f}"
         in text
     )
-    with_norm = " and ".join(f"{rise[f'{name} + QK-norm']:.2f}" for name in ("RoPE", "FoPE"))
-    assert f"With QK-norm in both, losses rise by {with_norm} nats" in text
-    assert f"With QK-norm in both it is {with_norm}." in text
+    with_norm = results.rise_removed(parts, of="RoPE + QK-norm")["FoPE + QK-norm"]
+    with_norm = 100 * np.array(with_norm)
+    assert f"With QK-norm in both it removes {with_norm.mean():.0f} %" in text
+    half = results.half_interval(with_norm)
+    assert f"With QK-norm in both, FoPE removes {with_norm.mean():.0f} ± {half:.0f} %" in text
+    series = shares["FoPE"] - shares["FoPE, CF alone"]
+    most = series.mean() + results.half_interval(series)
+    assert f"what the series adds is unclear at every length, at most {most:.0f} %" in text
     far = [
         f"{results.seed_stats(parts[f'{name} + QK-norm'], 'perplexity', [8192])[1][0]:.1f}"
         for name in ("RoPE", "FoPE")
@@ -116,6 +121,12 @@ def test_the_report_says_what_the_parts_are_worth():
         assert {results.seed_of(r) for r in keys[label]} == {1, 2, 3, 4, 5}
         digits = results.seed_stats(keys[label], "token_accuracy", [1024, 2048, 4096, 8192])[1]
         assert words.format(*(round(100 * share) for share in digits)) in text, label
+    far = [
+        round(100 * results.seed_stats(keys[label], "token_accuracy", [8192])[1][0])
+        for label in ("FoPE, CF alone", "FoPE", "FoPE, FS alone, FoPE's table noise", "RoPE")
+    ]
+    words = f"at 8192 it finds {far[0]} %, FoPE {far[1]}, the series and RoPE {far[2]}"
+    assert far[2] == far[3] and words in text and words in " ".join(read("README.md").split())
     lengths = [1024, 2048, 4096, 8192]
     assert len(keys["KERPLE"]) == 5
     assert not any(results.seed_stats(keys["KERPLE"], "token_accuracy", lengths)[1])
@@ -150,9 +161,22 @@ def test_the_report_says_what_yarn_and_the_others_are_worth():
         assert words.format(far.mean(), results.half_interval(far)) in text
         both = results.paired_differences(fope, rows["FoPE to FoPE"], "loss", [8192])[:, 0]
         assert abs(both.mean()) < results.half_interval(both)
+        assert all(results.paired_differences(fope, yarn, "loss", at).mean(axis=0) > 0)
+        ahead = results.paired_differences(rows["RoPE to FoPE"], yarn, "loss", at).mean(axis=0) < 0
+        assert list(ahead) == [False] * 4 + [sign < 0]
     rows = results.load_results([ROOT / "results" / "figure1_all.json"])["perplexity"]
-    above = results.paired_differences(rows["RoPE-A"], rows["FoPE"], "loss", [8192]).mean()
-    assert f"{above:.2f} nats above FoPE at 8192" in text
+    found = results.load_results([ROOT / "results" / "figure1.json"])
+    found, keys = found["perplexity"], found["passkey"]["FoPE"]
+    none = [r["lengths"][8192]["accuracy"] == 0 for r in keys]
+    assert 2 * sum(none) == len(none) and "half of its seeds none" in text
+    above = results.paired_differences(rows["RoPE-A"], rows["RoPE"], "loss", [8192]).mean()
+    assert f"RoPE-A is at 8192 {above:.2f} nats above RoPE" in text
+    of_pieces = results.seed_stats(found["RoPE"], "loss", [512])[1][0]
+    assert f"in pieces of 512 tokens keeps its {of_pieces:.2f}" in text
+    assert all(results.seed_stats(found["FoPE"], "loss", at)[1] > of_pieces)
+    for label in ("ALiBi", "KERPLE"):
+        falls = results.seed_stats(rows[label], "loss", [512, 8192])[1]
+        assert 0 < falls[0] - falls[1] < 0.01
     nope = results.seed_stats(rows["NoPE"], "loss", at)[1]
     assert f"{nope[0]:.2f} nats at every length" in text and np.ptp(nope) < 0.015
 
