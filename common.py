@@ -53,7 +53,7 @@ def one_sentence_errors(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as e:
-            if e.errno not in (errno.ENAMETOOLONG, errno.ENOSPC):
+            if e.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ENOSPC):
                 raise
             sys.exit(f"error: {e.filename or 'output'}: {e.strerror}")
         except KeyboardInterrupt:

@@ -34,7 +34,7 @@ from model import GPT
 from paper import plot, tables
 from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES
 from paper.jobs import Job, n_cores, run_jobs
-from paper.results import compare, identity, load_results
+from paper.results import check_result, compare, identity, load_results
 from recipe import RECIPES, flag_words, parse_lengths
 from train import accumulate_gradients, make_optimizer
 
@@ -295,6 +295,8 @@ def main(argv=None):
         raise Refused(f"nothing of {name} is done in {args.out}")
     result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
     before = common.read_json(result, kind=list) if result.exists() else []
+    for one in before:
+        check_result(one, result)
     if lost := set(map(identity, before)) - set(map(identity, gathered)):
         more = f"{result} has {len(lost)} results that would be lost"
         raise Refused(f"{more}; ask for all their --seeds or choose another --results")

@@ -228,17 +228,16 @@ def table_of(name, options, folder):
     for option in options:
         key, _, value = option.partition("=")
         if key == "seed":
-            for by_label in results.values():
-                for label, rs in by_label.items():
-                    by_label[label] = [r for r in rs if seed_of(r) == int(value)]
+            for of in results.values():
+                of |= {la: [r for r in rs if str(seed_of(r)) == value] for la, rs in of.items()}
         elif key == "kind":
-            if value not in results:
-                raise Refused(f"{path} has no {value}, which the mark of table {name} asks for")
-            results = {value: results[value]}
+            results = {kind: of for kind, of in results.items() if kind == value}
         elif key == "to":
             to = value
         elif key == "only":
             results = {kind: {value: of[value]} for kind, of in results.items() if value in of}
+        if not results or not all(rs for of in results.values() for rs in of.values()):
+            raise Refused(f"{path} has no {key} {value}, which the mark of table {name} asks for")
     if "removed" in options:
         return removed_table(results)
     if "distance" in options:
@@ -271,5 +270,8 @@ def all_tables(folder):
 
 def fill_tables(text, folder):
     """`text` with the table between each <!-- table ... --> and <!-- end table --> made anew."""
+    ends = re.findall("<!-- (end )?table", text)
+    if ends != ["", "end "] * (len(ends) // 2):
+        raise Refused("each <!-- table ... --> needs an <!-- end table --> before the next")
     mark = re.compile(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", re.S)
     return mark.sub(lambda m: f"{m[1]}{table_of(m[2], m[3], folder)}\n{m[4]}", text)

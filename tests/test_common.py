@@ -108,10 +108,8 @@ def test_help_has_every_flag_with_its_default(script, capsys):
         (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "error: out of memory; "),
         (OSError(errno.ENOSPC, "No space left on device"), "error: output: No space left"),
-        (
-            OSError(errno.ENAMETOOLONG, "File name too long", "xxx"),
-            "error: xxx: File name too long",
-        ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x"), "error: x: File name too long"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), "error: x: Permission denied"),
         (KeyboardInterrupt(), "130"),
     ],
 )

@@ -4,10 +4,12 @@ import json
 
 import matplotlib.image
 import numpy as np
+import pytest
 from conftest import refuses
 from matplotlib.text import Text
 
 import common
+from common import Refused
 from paper import plot, tables
 from paper.results import load_results, seed_of
 
@@ -142,6 +144,11 @@ def test_tables_of_a_text_are_made_anew(tmp_path):
     one = tables.fill_tables(text.format(" kind=perplexity seed=1"), tmp_path)
     assert "| RoPE | 1 | 80.00 | 80.00 |" in one and "passkey" not in one
     assert "| RoPE | 2 | 3.00 ± 0.00 |" in tables.fill_tables(text.format(" loss"), tmp_path)
+    for option in ("seed=abc", "seed=2", "kind=foo", "only=foo"):
+        with pytest.raises(Refused, match=f"has no {option.replace('=', ' ')}"):
+            tables.fill_tables(text.format(f" {option}"), tmp_path)
+    with pytest.raises(Refused, match="needs an <!-- end table -->"):  # or text between were lost
+        tables.fill_tables("<!-- table fig -->\nkept\n" + text.format(""), tmp_path)
 
 
 def test_labels_and_loss(tmp_path, capsys):

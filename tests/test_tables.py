@@ -100,7 +100,7 @@ def test_keys_by_their_distance(tmp_path):
 
 def test_a_mark_that_asks_for_what_is_not_there_is_refused(tmp_path):
     write(tmp_path / "a.json", evaluations(tmp_path, {"FoPE": [1.0]}))
-    refuses(lambda argv: tables.table_of("a", "kind=foo", tmp_path), [], "has no foo")
+    refuses(lambda argv: tables.table_of("a", "kind=foo", tmp_path), [], "has no kind foo")
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
