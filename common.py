@@ -247,7 +247,7 @@ def init_distributed(device):
     known = ["cpu", accelerator.type] if accelerator else ["cpu"]
     if device.split(":")[0] not in known:
         raise Refused(f"--device must be {' or '.join(known)} on this machine, not {device}")
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = int(os.environ.get("WORLD_SIZE") or 1)
     if world > 1 and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise Refused(f"WORLD_SIZE is {world}, but torchrun has not started this process")
     if world > 1 and device != "cpu":

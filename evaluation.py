@@ -212,7 +212,7 @@ def result_file(args, kind, recipe):
         try:
             old = common.read_json(out)
             was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
-        except (Refused, KeyError, TypeError):
+        except (Refused, KeyError, TypeError, ValueError):
             raise Refused(f"--out {out} is there already and is no result") from None
         now = asdict(recipe)
         fixed = {name: v for name, v in old_fields.items() if name not in MAY_CHANGE}

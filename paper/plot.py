@@ -32,7 +32,7 @@ from paper.results import (
     train_len_of,
     unit_of,
 )
-from paper.tables import all_tables, fill_tables, markdown_table
+from paper.tables import fill_tables, markdown_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -343,11 +343,8 @@ def main(argv=None):
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
-        if path.name == "TABLES.md":
-            text = all_tables(path.parent)
-        else:
-            with common.file_errors():
-                text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
+        with common.file_errors():
+            text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
         common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
     if args.results:
         results = load_results(args.results)

@@ -204,9 +204,6 @@ def page_numbers(folder):
 
 # --- tables in a text
 
-ABOUT = """Every json in this folder, by `python -m paper.plot --tables results/TABLES.md`. The mean
-± the standard deviation over seeds; of differences within a seed the mean ± half its 95 % interval,
-to FoPE and to RoPE."""
 ON_THE_PAGE = {  # name there: figure, label; and the name of its runs
     "rope": ("figure1", "RoPE"),
     "floor": ("parts", "FoPE, CF alone"),
@@ -220,8 +217,8 @@ OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 def table_of(name, options, folder):
     """The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json."""
     path, options = Path(folder) / f"{name}.json", shlex.split(options)
-    if name == "page":
-        return page_numbers(Path(folder))
+    if name in ("page", "all"):
+        return (page_numbers if name == "page" else all_tables)(Path(folder))
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
     results, to = load_results([path]), "FoPE"
@@ -248,8 +245,8 @@ def table_of(name, options, folder):
 
 
 def all_tables(folder):
-    """TABLES.md: of every json in the folder all tables, where it is from, and its checksum."""
-    parts = ["# Tables\n\n" + ABOUT]
+    """Of every json in the folder all tables, where it is from, and its checksum."""
+    parts = []
     for path in sorted(Path(folder).glob("*.json")):
         content = read_json(path, kind=dict | list)
         every = content if isinstance(content, list) else [content]
@@ -265,7 +262,7 @@ def all_tables(folder):
             parts.append(markdown_table(kinds, to="RoPE", only_differences=True))
         if any("RoPE" in labels for kind, labels in kinds.items() if not is_task(kind)):
             parts.append(removed_table(kinds))
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(filter(None, parts))
 
 
 def fill_tables(text, folder):
@@ -273,5 +270,11 @@ def fill_tables(text, folder):
     ends = re.findall("<!-- (end )?table", text)
     if ends != ["", "end "] * (len(ends) // 2):
         raise Refused("each <!-- table ... --> needs an <!-- end table --> before the next")
-    mark = re.compile(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", re.S)
-    return mark.sub(lambda m: f"{m[1]}{table_of(m[2], m[3], folder)}\n{m[4]}", text)
+
+    def made(mark):
+        first, name, options, end = mark.groups()
+        if not (table := table_of(name, options, folder)):
+            raise Refused(f"the mark of table {name}{options} makes no table")
+        return f"{first}{table}\n{end}"
+
+    return re.sub(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", made, text, flags=re.S)

@@ -523,6 +523,7 @@ def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint
 
 @pytest.mark.parametrize("script", [eval_perplexity, eval_passkey])
 def test_results_do_not_take_the_place_of_something_else(script, run, tmp_path):
+    (run / "cake.json").write_text('{"kind": "cake", "recipe": "eggs, flour", "lengths": 1}')
     before = {p.name: p.read_bytes() for p in run.iterdir()}
     for out in (tmp_path, *run.iterdir()):
         refuses(script.main, [run, "--lengths", "256", "--out", out], "already and is no result")

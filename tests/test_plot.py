@@ -147,6 +147,8 @@ def test_tables_of_a_text_are_made_anew(tmp_path):
     for option in ("seed=abc", "seed=2", "kind=foo", "only=foo"):
         with pytest.raises(Refused, match=f"has no {option.replace('=', ' ')}"):
             tables.fill_tables(text.format(f" {option}"), tmp_path)
+    with pytest.raises(Refused, match="makes no table"):
+        tables.fill_tables(text.format(" differences to=foo"), tmp_path)
     with pytest.raises(Refused, match="needs an <!-- end table -->"):  # or text between were lost
         tables.fill_tables("<!-- table fig -->\nkept\n" + text.format(""), tmp_path)
 
