@@ -27,7 +27,7 @@ def main(argv=None):
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
-    out = evaluation.result_file(args, name, recipe)
+    evaluation.result_file(args, name, recipe)
     task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
     seed = recipe.seed if args.seed is None else args.seed
     how = recipe.trials, seed, args.generate, common.rank() == 0
@@ -37,6 +37,7 @@ def main(argv=None):
 
     measured = evaluation.evaluate_lengths(model, evaluate)
     about = dict(kind=name, label=args.label, **trained, trial_seed=seed, generate=args.generate)
+    out = evaluation.result_file(args, name, recipe)  # another's may be there by now
     evaluation.write_result(out, model, about, measured)
 
 

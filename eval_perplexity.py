@@ -30,7 +30,7 @@ def main(argv=None):
     asked = dict(lengths=args.lengths, read_tokens=args.max_tokens)
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
-    out = evaluation.result_file(args, "perplexity", recipe)
+    evaluation.result_file(args, "perplexity", recipe)
     data = TokenData(recipe.data if args.data is None else args.data, "val")
     if data.tokenizer_id() != recipe.tokenizer:
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
@@ -43,7 +43,7 @@ def main(argv=None):
     # all lengths score the same tokens: whole windows of the longest that fits
     n_tokens = min(len(data), recipe.read_tokens)
     lengths = parse_lengths(recipe.lengths, recipe.train_len)
-    too_few = f"{data.folder} has {n_tokens:,} validation tokens to read, too few for one window"
+    too_few = f"--max_tokens reads {n_tokens:,} of {data.folder}, too few for one window"
     if n_tokens <= lengths[0]:
         raise Refused(f"{too_few} of {lengths[0]:,}")
     longest = max(n for n in lengths if n < n_tokens)
@@ -64,6 +64,7 @@ def main(argv=None):
     halfway = log[len(log) // 2] if log else {}
     about["speed"] = {k: halfway[k] for k in ("tokens_per_s", "mfu", "peak_gb") if k in halfway}
     about["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
+    out = evaluation.result_file(args, "perplexity", recipe)  # another's may be there by now
     evaluation.write_result(out, model, about, measured)
 
 

@@ -210,7 +210,7 @@ def result_file(args, kind, recipe):
     out = args.out or Path(args.run) / f"{kind}.json"
     if out.exists():
         try:
-            old = common.read_json(out)
+            old = common.read_json(out) if out.is_file() else None  # a pipe would have no end
             was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
         except (Refused, KeyError, TypeError, ValueError):
             raise Refused(f"--out {out} is there already and is no result") from None

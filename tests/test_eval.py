@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -525,7 +526,8 @@ def test_bad_arguments_are_refused_with_a_sentence(main, argv, words, checkpoint
 def test_results_do_not_take_the_place_of_something_else(script, run, tmp_path):
     (run / "cake.json").write_text('{"kind": "cake", "recipe": "eggs, flour", "lengths": 1}')
     before = {p.name: p.read_bytes() for p in run.iterdir()}
-    for out in (tmp_path, *run.iterdir()):
+    os.mkfifo(tmp_path / "pipe")  # nor is it read, which would have no end
+    for out in (tmp_path, tmp_path / "pipe", *run.iterdir()):
         refuses(script.main, [run, "--lengths", "256", "--out", out], "already and is no result")
     assert {p.name: p.read_bytes() for p in run.iterdir()} == before
 
@@ -542,6 +544,19 @@ def test_a_result_takes_the_place_of_one_of_its_own_model_alone(run, tmp_path):
     out.write_bytes(deeper := re.sub(rb'"n_layer": \d', b'"n_layer": 8', before))
     refuses(eval_perplexity.main, [run, *short, "--out", out], "perplexity, n_layer 8")
     assert out.read_bytes() == deeper != before
+
+
+def test_nor_of_one_that_came_meanwhile(run, tmp_path, monkeypatch):
+    out, evaluate_lengths = tmp_path / "r.json", evaluation.evaluate_lengths
+
+    def meanwhile(*args):
+        out.write_text('{"kind": "passkey", "recipe": {}, "lengths": {}}')
+        return evaluate_lengths(*args)
+
+    monkeypatch.setattr(evaluation, "evaluate_lengths", meanwhile)
+    argv = [run, "--lengths", "128", "--max_tokens", "500", "--out", out]
+    refuses(eval_perplexity.main, argv, "another result (passkey)")
+    assert "passkey" in out.read_text()
 
 
 def test_text_that_may_have_been_trained_on_is_not_read_as_held_out(tmp_path):
