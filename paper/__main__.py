@@ -247,8 +247,8 @@ def main(argv=None):
     add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
     add("--seeds", type=some_seeds, default="1", help="of the models: 5 is the first five, or 1-10")
     add("--passkey_seeds", type=some_seeds, help="of passkey models, if not the same")
-    add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
-    add("--results", type=Path, help="folder of the figure and its json, if not --out")
+    add("--out", type=common.path, help="folder of models and logs, if not runs_out/SIZE")
+    add("--results", type=common.path, help="folder of the figure and its json, if not --out")
     add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
     add("--gather", action="store_true", help="train nothing, draw what is done")
     common.add_device_flag(parser)
@@ -302,10 +302,11 @@ def main(argv=None):
         raise Refused(f"{more}; ask for all their --seeds or choose another --results")
     common.write_json(result, gathered)
     results = load_results([result])
-    message = figure.message if args.size == "tiny" and len(args.seeds) > 1 else ""
+    as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
+    message = figure.message if as_told else ""
     how = dict(depth=figure.depth, message=message, to=figure.to)
     curves = {
-        kind: {label: rs for label, rs in by_label.items() if label in (figure.curves or by_label)}
+        kind: {label: rs for label, rs in by_label.items() if label in figure.curves} or by_label
         for kind, by_label in results.items()
     }
     drawn = plot.draw(curves, result.with_suffix(""), **how)

@@ -349,8 +349,8 @@ def main(argv=None):
     if args.results:
         results = load_results(args.results)
         measure = "loss" if args.loss else "perplexity"
-        out = args.out or Path(args.results[0]).with_suffix("")
-        if not Path(out).name or Path(out).is_dir() or str(out).endswith("/"):
+        out = (args.out or str(Path(args.results[0]).with_suffix(""))).removesuffix(".png")
+        if not Path(out).name or Path(out).is_dir() or out.endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
         if args.to and not all({args.to} < by_label.keys() for by_label in results.values()):
             raise Refused(f"--to {args.to} is no label beside others in all these results")

@@ -14,7 +14,9 @@ while [ $# -gt 0 ]; do
     case $1 in
         --text) kinds=text ;;
         --quick) text=quick passkey=quick_passkey ;;
-        --out) : "${2:?--out needs a folder}" && out=$(realpath -m "$2") && shift ;;
+        --out)
+            case ${2:-} in "" | -*) echo "error: --out needs a folder" >&2 && exit 1 ;; esac
+            out=$(realpath -m "$2") && shift ;;
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
         *) echo "error: there is no $1; see bash runs/demo.sh --help" >&2 && exit 1 ;;
     esac
@@ -49,9 +51,9 @@ set -m
 export OMP_NUM_THREADS=1
 cores=$(getconf _NPROCESSORS_ONLN)
 stop() {
-    for job in $(jobs -p); do kill -- "-$job"; done
+    for job in $(jobs -p); do kill -- "-$job" || true; done
     wait
-    echo "stopped, all is saved; the same command continues" && exit 130
+    echo "stopped, all is saved; the same command continues" && exit "${1:-130}"
 }
 trap stop INT TERM
 
@@ -72,7 +74,7 @@ train_and_read() {
             jobs+=($!)
         done
         for j in "${!jobs[@]}"; do # the end of its log says why one failed
-            wait "${jobs[j]}" || { tail -n 3 "$out/$kind/${group[j]}_s0.log" >&2 && exit 1; }
+            wait "${jobs[j]}" || { tail -n 3 "$out/$kind/${group[j]}_s0.log" >&2 && stop 1; }
         done
     done
 }

@@ -20,6 +20,9 @@ while [ $# -gt 0 ]; do
         *) echo "error: there is no $1; see bash runs/gpu.sh --help" >&2 && exit 1 ;;
     esac
 done
+if [[ ! $minutes =~ ^([1-9][0-9]*)?$ ]]; then
+    echo "error: --minutes must be a whole number of them, not $minutes" >&2 && exit 1
+fi
 if [ -e "$data" ]; then data=$(realpath "$data"); fi
 tokens=400000000 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 2 --compile"
 if [ "$device" = cpu ]; then
@@ -51,7 +54,6 @@ asked="$data, passkeys: $task_share"
 if [ "$(cat "$out/asked" 2> /dev/null || echo "$asked")" != "$asked" ]; then
     echo "error: $out is of $(cat "$out/asked"), not $asked; move it away" >&2 && exit 1
 fi
-echo "$asked" > "$out/asked"
 declare -A sources=([gutenberg]="gutenberg --unwrap --shards 2" [c4]="c4 --shards 0-3")
 if [ -e "$data/meta.json" ]; then
     ln -sfn "$data" "$out/data"
@@ -59,6 +61,7 @@ else
     run python prepare_data.py --source ${sources[$data]:-"$data"} --tokenizer $tokenizer \
         --max_tokens 420000000 --out "$out/data"
 fi
+echo "$asked" > "$out/asked"
 if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_share"; fi
 echo "== trained on text, of the sequences $task_share are passkeys (in the paper none)"
 train=(python train.py --preset "$size" --device "$device" --data "$out/data" $how --resume)

@@ -87,6 +87,12 @@ def test_the_commands_on_a_gpu(project):
     assert run(project)[2][1:] == []  # all is there
 
 
+@pytest.mark.parametrize("minutes", ["0", "08", "1.5", "1h", "abc", "-5"])
+def test_minutes_are_whole(project, minutes):
+    code, output, calls = run(project, "--device", "cpu", "--minutes", minutes, gpu=False)
+    assert code == 1 and output.startswith("error: --minutes must be a whole number") and not calls
+
+
 def test_minutes_are_measured_once(project):
     flags = ["--device", "cpu", "--task_share", "0.25", "--minutes"]
     code, output, calls = run(project, *flags, "8", gpu=False)

@@ -162,7 +162,7 @@ def test_labels_and_loss(tmp_path, capsys):
     )
     for path, change in zip(files, changes, strict=True):
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    plot.main([*map(str, files), "--out", str(tmp_path / "fig"), "--loss"])
+    plot.main([*map(str, files), "--out", str(tmp_path / "fig.png"), "--loss"])
     table = capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in table.splitlines()[2:5]]
     assert labels == ["RoPE (yarn x4)", "FoPE, CF alone", "KERPLE + QK-norm"]
