@@ -174,8 +174,13 @@ def test_the_report_says_what_yarn_and_the_others_are_worth():
     for label in ("ALiBi", "KERPLE"):
         falls = results.seed_stats(rows[label], "loss", [512, 8192])[1]
         assert 0 < falls[0] - falls[1] < 0.01
+    fire = results.seed_stats(rows["FIRE"], "loss", [512, 8192])[1]
+    assert f"FIRE rises from {fire[0]:.2f} to {fire[1]:.2f}." in text
+    keys = results.load_results([ROOT / "results" / "figure1_all.json"])["passkey"]["NoPE"]
+    assert "NoPE learns it in no seed" in text and len(keys) == len(rows["FIRE"]) == 5
+    assert not any(row["accuracy"] for r in keys for row in r["lengths"].values())
     nope = results.seed_stats(rows["NoPE"], "loss", at)[1]
-    assert f"NoPE stays at {nope[0]:.2f}." in text and np.ptp(nope) < 0.015
+    assert f"NoPE stays at {nope[0]:.2f}," in text and np.ptp(nope) < 0.015
 
 
 def test_the_attention_row_is_that_of_its_json():
