@@ -271,10 +271,11 @@ def main(argv=None):
     else:
         recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
     recipe = recipe.check().resolved()
-    for name in ("meta.json", "config.json", "log.jsonl") if not written else ():
-        has_content = (out / name).exists() and (out / name).stat().st_size
-        # a run that was killed before its first checkpoint has left a log, and may go on
-        if has_content and not (name == "log.jsonl" and read_log(out)):
+    log, others = out / "log.jsonl", ["meta.json", "config.json", "tokenizer.tiktoken", "log.jsonl"]
+    if log.exists() and (read_log(out) or not log.stat().st_size):
+        others = others[:2]  # a run that was killed before its first checkpoint may go on
+    for name in others if not written else ():
+        if (out / name).exists() and (out / name).stat().st_size:
             raise Refused(f"--out {out} has a {name} and no checkpoint: it is no run's folder")
     compilers = os.environ.get("CXX", ""), "g++", "clang++", "c++"
     if recipe.compile and not any(map(shutil.which, compilers)):

@@ -453,6 +453,9 @@ def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
     assert sorted(data_folder.iterdir()) == before
     (tmp_path / "config.json").write_text("a model of another program")
     refuses(train.main, train_argv(data_folder, tmp_path), "has a config.json and no checkpoint")
+    (tmp_path / "config.json").rename(tmp_path / "tokenizer.tiktoken")  # as of data half prepared
+    refuses(train.main, train_argv(data_folder, tmp_path), "has a tokenizer.tiktoken and no")
+    (tmp_path / "tokenizer.tiktoken").rename(tmp_path / "config.json")
     (tmp_path / "config.json").rename(tmp_path / "log.jsonl")
     refuses(train.main, train_argv(data_folder, tmp_path), "has a log.jsonl and no checkpoint")
     assert (tmp_path / "log.jsonl").read_text() == "a model of another program"
