@@ -183,6 +183,20 @@ def test_the_report_says_what_yarn_and_the_others_are_worth():
     assert f"NoPE stays at {nope[0]:.2f}," in text and np.ptp(nope) < 0.015
 
 
+def test_the_report_says_what_the_pilot_gave():
+    text = " ".join(read("results/README.md").split())
+    keys = results.load_results([ROOT / "results" / "pilot_512.json"])["passkey"]
+    seeds = sorted({results.seed_of(r) for r in keys["FoPE"]})
+    given = [" and ".join(", ".join(map(str, seeds)).rsplit(", ", 1))]
+    for length, name in ((1024, "accuracy"), (8192, "token_accuracy")):
+        for label in ("RoPE", "FoPE"):
+            of = {results.seed_of(r): r["lengths"][length][name] for r in keys[label]}
+            shares = [str(round(100 * of[seed])) for seed in seeds]
+            given.append(" and ".join(", ".join(shares).rsplit(", ", 1)))
+    words = "in seeds {} RoPE finds {} % of the keys at 1024, FoPE {}; of the digits at 8192 RoPE "
+    assert (words + "{} %, FoPE {}.").format(*given) in text
+
+
 def test_the_attention_row_is_that_of_its_json():
     stored = json.loads(read("results/mechanism/attention_row.json"))
     beyond = stored["train_len"] // stored["step"]
