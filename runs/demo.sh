@@ -51,7 +51,7 @@ set -m
 export OMP_NUM_THREADS=1
 cores=$(getconf _NPROCESSORS_ONLN)
 stop() {
-    for job in $(jobs -p); do kill -- "-$job" || true; done
+    for job in $(jobs -p); do kill -- "-$job" 2> /dev/null || true; done
     wait
     echo "stopped, all is saved; the same command continues" && exit "${1:-130}"
 }
