@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 from tqdm import tqdm
@@ -53,6 +54,9 @@ def answers(path, asked):
             what = f"{path} is of a model with {name} {was}, not {asked[name]}"
             raise Refused(f"{what}; choose another --out or move it away")
     same = all(result.get(name) == asked[name] for name in ("read_tokens", "trials"))
+    same &= stored.get("trial_seed", asked["seed"]) == asked["seed"]
+    corpus = path.stem.partition("_")[2] if "data" in stored else ""  # perplexity_CORPUS.json
+    same &= Path(stored.get("data", asked["data"])).name == (corpus or Path(asked["data"]).name)
     lengths = (parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked))
     trained = stored.get("step") == n_steps
     return trained and same and next(lengths) == next(lengths)

@@ -222,12 +222,15 @@ def test_a_job_that_was_killed_says_so(tmp_path, capsys):
 
 
 def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
-    """With fewer tokens, or at other lengths, where the figure's would be."""
+    """Of fewer tokens, other lengths, trials or text, where the figure's would be."""
     made = job(tmp_path, "a")
     jobs.run_jobs([made], arguments(tmp_path))
     path = tmp_path / "a.json"
     for change in (dict(read_tokens=1000), dict(lengths="1x"), dict(trials=3)):
         path.write_text(json.dumps(result_of(made.recipe, **change)))
+        assert not made.done()
+    for other in (dict(trial_seed=made.recipe.seed + 99), dict(data="data/another")):
+        path.write_text(json.dumps(result_of(made.recipe) | other))
         assert not made.done()
     path.write_text(json.dumps(result_of(made.recipe, lengths="512,2x,4x,8x,8192")))
     assert made.done()
