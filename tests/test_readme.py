@@ -76,7 +76,7 @@ def test_the_report_says_what_the_parts_are_worth():
         ("FoPE, CF alone", "the floor alone removes {}"),
         ("FoPE", "with the series {}"),
         ("FoPE, FS alone, FoPE's table noise", "The series alone removes {}"),
-        ("RoPE + QK-norm", "QK-norm alone removes {}"),
+        ("RoPE + QK-norm", "QK-norm (normalised queries and keys) alone removes {}"),
     ):
         share = f"{shares[label].mean():.0f} ± {results.half_interval(shares[label]):.0f}"
         assert words.format(share) in text, label
@@ -102,8 +102,8 @@ def test_the_report_says_what_the_parts_are_worth():
         f"{results.seed_stats(parts[f'{name} + QK-norm'], 'perplexity', [8192])[1][0]:.1f}"
         for name in ("RoPE", "FoPE")
     ]
-    both = f"With QK-norm in both, perplexity grows to {far[0]} (RoPE) and {far[1]} (FoPE)."
-    assert both in " ".join(read("README.md").split())
+    both = f"With queries and keys normalised (QK-norm) RoPE's perplexity grows to {far[0]} and "
+    assert both + f"FoPE's to {far[1]}." in " ".join(read("README.md").split())
     keys = results.load_results([ROOT / "results" / "parts.json"])["passkey"]
     for label, words in (
         ("FoPE, CF alone", "the floor alone finds {}, {}, {} and {} %"),
@@ -120,8 +120,7 @@ def test_the_report_says_what_the_parts_are_worth():
         round(100 * results.seed_stats(keys[label], "token_accuracy", [8192])[1][0])
         for label in ("FoPE, CF alone", "FoPE", "FoPE, FS alone, FoPE's table noise", "RoPE")
     ]
-    words = f"at 8192 it finds {far[0]} %, FoPE {far[1]}, the series and RoPE {far[2]}"
-    assert far[2] == far[3]
+    words = "floor {} %, FoPE {} %, series {} %, RoPE {} %".format(*far)
     for name in ("README.md", "results/README.md", "docs/index.html"):
         assert words in " ".join(read(name).split()), name
     lengths = [1024, 2048, 4096, 8192]
@@ -133,7 +132,7 @@ def test_the_report_says_what_the_parts_are_worth():
         )
         half = results.half_interval(pairs)
         assert all((pairs.mean(axis=0) + half < 0)[1:] == behind), label
-    assert f"one of {half.min():.0f} to {half.max():.0f} % could hide" in text
+    assert f"but {half.min():.0f} to {half.max():.0f} points could hide" in text
     norm = " + QK-norm"
     for label, to, is_ahead in (
         ("FoPE" + norm, "RoPE" + norm, True),
@@ -169,7 +168,7 @@ def test_the_report_says_what_yarn_and_the_others_are_worth():
     above = results.paired_differences(rows["RoPE-A"], rows["RoPE"], "loss", [8192]).mean()
     assert f"of RoPE-A, whose frequencies are rounded to whole cycles, are {above:.2f} nats" in text
     of_pieces = results.seed_stats(found["RoPE"], "loss", [512])[1][0]
-    assert f"in pieces of 512 tokens keeps its {of_pieces:.2f}" in text
+    assert f"in pieces of 512 tokens keeps its {of_pieces:.2f}, which FoPE beats at no" in text
     assert all(results.seed_stats(found["FoPE"], "loss", at)[1] > of_pieces)
     for label in ("ALiBi", "KERPLE"):
         falls = results.seed_stats(rows[label], "loss", [512, 8192])[1]
@@ -181,6 +180,32 @@ def test_the_report_says_what_yarn_and_the_others_are_worth():
     assert not any(row["accuracy"] for r in keys for row in r["lengths"].values())
     nope = results.seed_stats(rows["NoPE"], "loss", at)[1]
     assert f"NoPE stays at {nope[0]:.2f}," in text and np.ptp(nope) < 0.015
+
+
+def test_the_report_says_what_is_found_with_the_question_anywhere():
+    text, name = " ".join(read("results/README.md").split()), "passkey_anywhere"
+    found = results.load_results([ROOT / "results" / "anywhere.json"])[name]
+    keys, digits = (
+        {
+            label: [
+                round(100 * x) for x in results.seed_stats(rows, of, [1024, 2048, 4096, 8192])[1]
+            ]
+            for label, rows in found.items()
+        }
+        for of in ("accuracy", "token_accuracy")
+    )
+    words = (
+        "FoPE finds {} % of the keys at 1024 and {} % at 2048; at 4096 and 8192 {} and {} %, but "
+    )
+    words = words.format(*keys["FoPE"]) + "{2} and {3} % of the digits.".format(*digits["FoPE"])
+    assert words in text
+    assert f"RoPE finds {keys['RoPE'][0]} % at 1024, then none." in text and not any(
+        keys["RoPE"][1:]
+    )
+    assert keys["FoPE"][1] > keys["ALiBi"][1] > keys["RoPE"][1]
+    for i in (2, 3):
+        assert keys["ALiBi"][i] == max(k[i] for k in keys.values())
+        assert digits["FoPE"][i] == max(d[i] for d in digits.values())
 
 
 def test_the_report_says_what_the_pilot_gave():
