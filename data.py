@@ -264,9 +264,12 @@ QUESTION = "What is the pass key? The pass key is"
 class Passkey:
     """
     Find a five-digit number in a long filler and repeat it. The prompt is YaRN's (Peng et al.,
-    2023), which is landmark attention's. A task is a class with encode, and sample(length, rng),
-    which makes one trial; another needle in the same filler needs only its own needle(rng).
+    2023), which is landmark attention's. A task is a class that takes encode, with sample(length,
+    rng), which makes one trial, and document(length, rng, eot), what is trained on. Another needle
+    in the same filler needs only its own needle(rng).
     """
+
+    shortest = 1.0  # a trial in a document, as a share of its length
 
     def __init__(self, encode):
         """encode: text -> list of token ids, such as a tiktoken.Encoding's encode_ordinary."""
@@ -320,8 +323,10 @@ class PasskeyAnywhere(Passkey):
     at which place to answer, nor at which the text ends.
     """
 
+    shortest = 0.25
+
     def document(self, length, rng, eot):
-        trial = self.sample(int(rng.integers(length // 4, length + 1)), rng)[0]
+        trial = self.sample(int(rng.integers(int(self.shortest * length), length + 1)), rng)[0]
         return np.append(trial, self.filler(length + 1 - len(trial))).astype(np.int64)
 
 
@@ -351,7 +356,8 @@ class Batches:
         self.epoch, self.order = None, None
         if recipe.task:
             self.task = TASKS[recipe.task](data.tokenizer().encode_ordinary)
-            self.task_document(0)  # fail early if the prompt does not fit
+            # refused here, and not in the middle of training, if the prompt does not fit
+            self.task.sample(int(self.task.shortest * self.train_len), np.random.default_rng(0))
 
     def window(self, i):
         """The i-th window of text: train_len + 1 tokens, the last one the target of the others."""
@@ -362,7 +368,7 @@ class Batches:
         return self.data.read(int(self.order[position]) * self.train_len, self.train_len + 1)
 
     def task_document(self, i):
-        """The i-th document of the task: train_len tokens and the end of text."""
+        """The i-th document of the task: train_len + 1 tokens."""
         rng = np.random.default_rng((self.seed, 1, i))
         return self.task.document(self.train_len, rng, self.data.meta["eot"])
 

@@ -404,31 +404,18 @@ def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shap
         (["--task=keys", "--task_share=1"], ("unknown task 'keys'; known: passkey",)),
         (["--tokns", "5"], ("unrecognized arguments: --tokns 5",)),
         # the embedding
-        (["--pos_args", "variant=original"], ("released, paper",)),
         (["--pos_args", "gamma=3"], ("fope has no keyword gamma", "sigma (float)")),
         (["--pos_args", "gamma"], ("keyword=value",)),
         (["--pos_args", "sigma=0.1", "sigma=0.2"], ("each once",)),
-        (["--pos_args", "floor=-1"], ("floor must be true, false or",)),
-        (["--pos_args", "floor=False"], ("floor of fope must be bool or int, not 'False'",)),
-        (["--pos_args", "n_freq=3.5"], ("n_freq of fope must be int or None, not 3.5",)),
-        (["--pos_args", "train_len=2"], ("fope has no keyword train_len",)),
         (["--head_dim", "15"], ("head_dim must be even, not 15",)),
         # scales need a trained model
         (["--rope_scaling", "factor=2"], ("--init_from",)),
-        (["--rope_scaling", "kind=interpolate", "factor=2"], ("--init_from",)),
-        (["--rope_scaling", "temperature=true"], ("needs a factor",)),
-        (["--rope_scaling", "factor=0.5", "original_len=9"], ("factor must be at least 1",)),
-        (["--rope_scaling", "factor=inf", "original_len=9"], ("must be float, not 'inf'",)),
-        (
-            ["--rope_scaling", "factor=Infinity", "original_len=9"],
-            ("must be float, not 'Infinity'",),
-        ),
-        (["--rope_scaling", "kind=ntk", "factor=2", "original_len=9"], ("yarn, interpolate",)),
         # what does not fit together
         (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
         (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
         (["--batch_size", "6", "--grad_accum", "4"], ("cannot be divided into 4 micro-batches",)),
         (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ("does not fit 32",)),
+        (["--task=passkey_anywhere", "--task_share=0.5"], ("does not fit 8",)),
         (["--task=passkey"], ("--task and --task_share go together",)),
         (["--task_share=0.5"], ("--task and --task_share go together",)),
         # what is not there
@@ -440,11 +427,6 @@ def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shap
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
     refuses(train.main, train_argv(data_folder, tmp_path / "new", *flags), *words)
     assert not (tmp_path / "new").exists()
-
-
-def test_unknown_embedding_lists_the_known_ones():
-    argv = ["--out", "y", "--pos", "xpos"]
-    refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
 
 
 def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
