@@ -195,22 +195,25 @@ def paired_differences(results, reference, name, lengths):
 def rise_removed(by_label, of="RoPE", least=0.1):
     """
     {label: [the share of the rise of `of` that it has not, for each seed that both have]}: the rise
-    is that of the loss from the training length to the longest, and no share is formed where that
-    of `of` is under `least` nats.
+    is that of the loss from the training length to the longest that all have, and no share is
+    formed where that of `of` is under `least` nats.
     """
 
-    def rises(results):
-        first, last = train_len_of(results), common_lengths(results)[-1]
-        return {
-            seed_of(r): r["lengths"][last]["loss"] - r["lengths"][first]["loss"] for r in results
-        }
+    every = [r for results in by_label.values() for r in results]
+    first, lengths = train_len_of(every), common_lengths(every)
+    if of not in by_label or first not in lengths:
+        return {}
 
-    whole = {seed: rise for seed, rise in rises(by_label[of]).items() if rise >= least}
-    every = {label: rises(results) for label, results in by_label.items() if label != of}
-    return {
-        label: [1 - rise / whole[seed] for seed, rise in sorted(found.items()) if seed in whole]
-        for label, found in every.items()
-    }
+    def rises(results):
+        rows = {seed_of(r): r["lengths"] for r in results}
+        return {seed: at[lengths[-1]]["loss"] - at[first]["loss"] for seed, at in rows.items()}
+
+    whole, shares = rises(by_label[of]), {}
+    for label, results in by_label.items():
+        pairs = [(rise, whole.get(seed, 0)) for seed, rise in sorted(rises(results).items())]
+        if label != of and (found := [1 - a / b for a, b in pairs if b >= least]):
+            shares[label] = found
+    return shares
 
 
 def half_interval(values):

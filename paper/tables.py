@@ -20,7 +20,6 @@ from paper.results import (
     paired_differences,
     part_of_answer,
     rise_removed,
-    seed_of,
     seed_stats,
     train_len_of,
     unit_of,
@@ -59,8 +58,6 @@ def markdown_table(results, measure="perplexity", to="FoPE", only_differences=Fa
     """
     tables = []
     for kind, by_label in results.items():
-        if not by_label:
-            continue
         every = [r for rs in by_label.values() for r in rs]
         words = dict(unit=unit_of(every), part=part_of_answer(every), to=to)
         words |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
@@ -119,13 +116,14 @@ def removed_table(results):
     """rise_removed, in %: mean ± half its interval, then each seed."""
     rows = []
     for kind, by_label in results.items():
-        for label, shares in rise_removed(by_label).items() if not is_task(kind) else ():
+        for label, shares in ({} if is_task(kind) else rise_removed(by_label)).items():
             values = 100 * np.array(shares)
             half = f" ± {half_interval(values):.0f}" if len(values) > 1 else ""
             name = label + kind.removeprefix("perplexity")
             each = ", ".join(f"{value:.0f}" for value in values)
             rows.append([name, str(len(values)), f"{values.mean():.0f}{half}", each])
-    return grid(["of RoPE's rise to the longest text, %", "seeds", "removed", "each seed"], rows)
+    columns = ["of RoPE's rise to the longest text, %", "seeds", "removed", "each seed"]
+    return grid(columns, rows) if rows else ""
 
 
 def distance_table(results):
@@ -186,15 +184,15 @@ def page_numbers(folder):
     What the first screen of docs/index.html draws, as JSON: attention rows (experiments/
     attention_row.py), and the loss by position, in the same steps, over the seeds.
     """
-    attention, loss = read_json(folder / "mechanism" / "attention_row.json", kind=dict), {}
+    attention, loss, rows = read_json(folder / "mechanism" / "attention_row.json"), {}, {}
     step, n = attention["step"], 4 * attention["train_len"] // attention["step"]
-    for name, (figure, label) in ON_THE_PAGE.items():
+    for name, (figure, label, run) in ON_THE_PAGE.items():
         results = load_results([folder / f"{figure}.json"])["perplexity"][label]
         longest = common_lengths(results)[-1]
         parts = np.mean([r["lengths"][longest]["by_position"] for r in results], axis=0)
         by_step = parts.reshape(-1, len(parts) * step // longest).mean(axis=1)[:n]
         loss[name] = [round(x, 3) for x in by_step.tolist()]
-    rows = {name: attention["rows"][run] for name, run in zip(ON_THE_PAGE, PAGE_RUNS, strict=True)}
+        rows[name] = attention["rows"][run]
     numbers = dict(train_len=attention["train_len"], step=step, loss=loss, attention=rows)
     lines = (
         json.dumps(numbers).replace('"loss"', '\n"loss"').replace('"attention"', '\n"attention"')
@@ -204,13 +202,12 @@ def page_numbers(folder):
 
 # --- tables in a text
 
-ON_THE_PAGE = {  # name there: figure, label; and the name of its runs
-    "rope": ("figure1", "RoPE"),
-    "floor": ("parts", "FoPE, CF alone"),
-    "fope": ("figure1", "FoPE"),
-    "alibi": ("figure1", "ALiBi"),
+ON_THE_PAGE = {  # name there: figure, label, name of the runs
+    "rope": ("figure1", "RoPE", "rope"),
+    "floor": ("parts", "FoPE, CF alone", "fope_cf"),
+    "fope": ("figure1", "FoPE", "fope"),
+    "alibi": ("figure1", "ALiBi", "alibi"),
 }
-PAGE_RUNS = ("rope", "fope_cf", "fope", "alibi")
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
@@ -224,23 +221,20 @@ def table_of(name, options, folder):
     results, to = load_results([path]), "FoPE"
     for option in options:
         key, _, value = option.partition("=")
-        if key == "seed":
-            for of in results.values():
-                of |= {la: [r for r in rs if str(seed_of(r)) == value] for la, rs in of.items()}
-        elif key == "kind":
+        if key == "kind":
             results = {kind: of for kind, of in results.items() if kind == value}
         elif key == "to":
             to = value
         elif key == "only":
             results = {kind: {value: of[value]} for kind, of in results.items() if value in of}
-        if not results or not all(rs for of in results.values() for rs in of.values()):
+        elif option not in ("loss", "whole", "distance", "html"):
+            raise Refused(f"the mark of table {name} has {option}, which is no option")
+        if not results:
             raise Refused(f"{path} has no {key} {value}, which the mark of table {name} asks for")
-    if "removed" in options:
-        return removed_table(results)
     if "distance" in options:
         return distance_table(results)
     measure = "loss" if "loss" in options else "perplexity"
-    table = markdown_table(results, measure, to, "differences" in options, "whole" in options)
+    table = markdown_table(results, measure, to, whole="whole" in options)
     return html_tables(table) if "html" in options else table
 
 
@@ -258,10 +252,7 @@ def all_tables(folder):
         if OTHER_TABLES.get(path.stem.partition("_")[0]):
             continue
         kinds = load_results([path])
-        if any("RoPE" in labels for labels in kinds.values()):
-            parts.append(markdown_table(kinds, to="RoPE", only_differences=True))
-        if any("RoPE" in labels for kind, labels in kinds.items() if not is_task(kind)):
-            parts.append(removed_table(kinds))
+        parts += [markdown_table(kinds, to="RoPE", only_differences=True), removed_table(kinds)]
     return "\n\n".join(filter(None, parts))
 
 
