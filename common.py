@@ -39,9 +39,8 @@ def one_sentence_errors(main):
         with suppress(AttributeError):  # a notebook's, or none
             sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
         try:
-            result = main(*args, **kwargs)
+            main(*args, **kwargs)
             print(end="", flush=True)
-            return result
         except Refused as e:
             sys.exit(f"error: {e}")
         except (MemoryError, RuntimeError) as e:
@@ -65,7 +64,7 @@ def one_sentence_errors(main):
 
 def is_out_of_memory(e):
     """Whether an exception is Python's or torch's, on a CPU or a GPU, for want of memory."""
-    words = "out of memory|allocate memory|not enough memory"
+    words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
     return isinstance(e, MemoryError) or bool(re.search(words, str(e)))
 
 
@@ -86,7 +85,7 @@ def file_errors():
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         # a flag without a value of its own has no default worth printing
-        if action.default is None or action.default is False or action.default in ([], {}):
+        if action.default is None or action.default is False or action.default in ("", [], {}):
             return action.help
         return super()._get_help_string(action)
 
@@ -134,20 +133,6 @@ def add_device_flag(parser):
     parser.add_argument("--device", default=default, help="cpu, cuda, cuda:1, mps, xpu, ...")
 
 
-def parse_keywords(flag, pairs):
-    """["sigma=0.4", "variant=paper"] of a flag -> {"sigma": 0.4, "variant": "paper"}."""
-    keywords = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or key in keywords:
-            raise Refused(f"{flag} {pair!r} is not of the form keyword=value, each once")
-        try:
-            keywords[key] = json.loads(text, parse_constant=str)  # NaN is no number here
-        except ValueError:
-            keywords[key] = text
-    return keywords
-
-
 # --- files
 
 
@@ -168,12 +153,15 @@ def lock(folder):
     with file_errors():
         fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another command is writing to {folder}") from None
+        except OSError:
+            pass  # a disk that has no locks
         for half in Path(folder).glob(f"*.{'[0-9a-f]' * 8}.tmp"):  # of write_atomically
             half.unlink()
         yield
-    except BlockingIOError:
-        raise Refused(f"another command is writing to {folder}") from None
     finally:
         os.close(fd)
 

@@ -22,7 +22,7 @@ from typing import get_args
 import torch
 
 from baselines import rope_scaling
-from common import Refused, parse_keywords
+from common import Refused
 from data import TASKS
 from fope import POSITION_EMBEDDINGS, RoPE
 from model import GPTConfig, make_pos
@@ -292,10 +292,7 @@ def add_flags(parser, recipe):
         comments |= re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(cls), re.M)
     group = parser.add_argument_group(f"the recipe, with the values of --preset {recipe.preset}")
     choices = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
-    try:
-        shown = recipe.resolved()
-    except Refused:  # a preset that only its flags make a run
-        shown = recipe
+    shown = recipe.resolved()
     for f in fields(Recipe):
         if f.name in ("vocab_size", "tokenizer"):  # the data's
             continue
@@ -319,8 +316,16 @@ class Keywords(argparse.Action):
     """["sigma=0.4", "variant=paper"] of a flag -> {"sigma": 0.4, "variant": "paper"}."""
 
     def __call__(self, parser, namespace, pairs, flag=None):
-        before = getattr(namespace, self.dest, {})
-        setattr(namespace, self.dest, before | parse_keywords(flag, pairs))
+        given = {}
+        for pair in pairs:
+            key, equals, text = pair.partition("=")
+            if not equals or key in given:
+                raise Refused(f"{flag} {pair!r} is not of the form keyword=value, each once")
+            try:
+                given[key] = json.loads(text, parse_constant=str)  # NaN is no number here
+            except ValueError:
+                given[key] = text
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | given)
 
 
 def flag_words(name, value):

@@ -25,7 +25,6 @@ from common import (
     file_errors,
     git_commit,
     number,
-    parse_keywords,
     positive_int,
     read_json,
     seed_int,
@@ -76,12 +75,6 @@ def parse(argv):
 )
 def test_bad_flags_are_refused_with_a_sentence(argv, words):
     refuses(parse, argv, *words)
-
-
-def test_pos_args():
-    expected = {"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False}
-    pairs = ["sigma=0.4", "n_freq=64", "variant=paper", "floor=false"]
-    assert parse_keywords("--pos_args", pairs) == expected
 
 
 @pytest.mark.parametrize("script", [prepare_data, train, eval_perplexity, eval_passkey])
@@ -243,3 +236,16 @@ def test_the_lock_removes_what_we_left_half_written_and_nothing_else(tmp_path):
         (tmp_path / name).write_text("x")
     with common.lock(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.tmp"]
+
+
+def test_a_lock_blames_others_for_nothing(tmp_path, monkeypatch):
+    """Neither for an error of what runs within it, nor where a disk has no locks."""
+    with pytest.raises(BlockingIOError), common.lock(tmp_path):
+        raise BlockingIOError
+
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(common.fcntl, "flock", no_locks)
+    with common.lock(tmp_path):
+        assert not list(tmp_path.iterdir())
