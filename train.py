@@ -122,7 +122,6 @@ def parse_args(argv):
     add("--resume", action="store_true", help="continue the run in --out, or start it")
     add("--stop_at", type=positive_int, help="save and stop after this step, as Ctrl-C would")
     common.add_device_flag(parser)
-    add("--deterministic", action="store_true", help="the same twice on CUDA; a CPU does anyway")
     add_flags(parser, RECIPES[preset])
     args = parser.parse_args(argv)
     given = {name: vars(args).pop(name) for name in asdict(RECIPES[preset]) if name in args}
@@ -247,9 +246,6 @@ def save(out, model, about, optimizer, step):
 
 def main(argv=None):
     args, given = parse_args(argv)
-    if args.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
     out, device = args.out, common.init_distributed(args.device)
 
     # the recipe: that of the run in --out, or of one to start from, or a preset, with the flags

@@ -382,15 +382,3 @@ def test_of_two_processes_the_first_checks_the_data_for_both(data_folder, tmp_pa
     code, _, stderr = torchrun(script, *argv, "--out", tmp_path / "bad")
     assert code != 0 and "not the file that meta.json describes" in stderr
     assert not (tmp_path / "bad").exists()
-
-
-# --- determinism
-
-
-def test_deterministic_changes_nothing_on_a_cpu(data_folder, checkpoint, tmp_path):
-    try:
-        again = run_training(data_folder, tmp_path / "again", "--deterministic")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert same(weights(checkpoint)["model"], weights(again)["model"])
-    shutil.rmtree(again)
