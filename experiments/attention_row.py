@@ -14,10 +14,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from shared import Parser, write_json
+from shared import Parser, save
 
 from checkpoint import load_run
-from common import Refused, command, one_sentence_errors, provenance
+from common import Refused, one_sentence_errors
 from data import TokenData
 from evaluation import spread_windows
 
@@ -64,8 +64,7 @@ def main(argv=None):
     for name, found in of_name.items():
         rows = [torch.tensor(rows).mean(dim=0) for rows in zip(*found, strict=True)]
         numbers["rows"][name] = [[round(x, 3) for x in row.tolist()] for row in rows]
-    about = {"command": command(), **provenance(torch.device("cpu"))}
-    write_json(args.out / "attention_row.json", about | numbers)
+    save(numbers, args.out, "attention_row")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def main(argv=None):
     right.annotate(" training length", (N, 1.03), fontsize=9)
     for ax in (left, right):
         ax.axvline(N, color=BLACK, lw=0.8, ls=":")
-    save(fig, numbers, args.out, "decay")
+    save(numbers, args.out, "decay", fig)
 
 
 if __name__ == "__main__":

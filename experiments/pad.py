@@ -11,10 +11,10 @@ models, the loss at 1x and 8x with sine 0 over that with their own 1, mean and s
 import math
 
 import torch
-from shared import Parser, write_json
+from shared import Parser, save
 
 from checkpoint import load_run, with_pos
-from common import Refused, command, one_sentence_errors, provenance
+from common import Refused, one_sentence_errors
 from data import TokenData
 from evaluation import spread_windows, window_loss
 from fope import FoPE
@@ -60,8 +60,7 @@ def main(argv=None):
         more = torch.tensor([row[n][1] - row[n][0] for row in numbers["runs"].values()])
         print(f"{n}: {more.mean():+.4f} nats, std over the runs {more.std(correction=0):.4f}")
     print("random q and k:", numbers["random"])
-    about = {"command": command(), **provenance(torch.device("cpu"))}
-    write_json(args.out / "pad.json", about | numbers)
+    save(numbers, args.out, "pad")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main(argv=None):
     numbers = {"checkpoint": args.checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
     numbers |= {"tokens": args.tokens, "under_the_floor": slow.tolist()}
     numbers |= {"ratio_q": ratios[0], "ratio_k": ratios[1], "q": q.tolist(), "k": k.tolist()}
-    save(fig, numbers, args.out, f"qk_activation_{pos}")
+    save(numbers, args.out, f"qk_activation_{pos}", fig)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def main(argv=None):
     title = f"Same query, same key, always {APART} tokens apart"
     tidy(right, "position i of the query", f"S(i, i - {APART})", title, loc="upper right", ncols=2)
     right.set_ylim(top=4)
-    save(fig, numbers, args.out, "relative")
+    save(numbers, args.out, "relative", fig)
 
 
 if __name__ == "__main__":

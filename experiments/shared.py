@@ -38,14 +38,15 @@ class Parser(ArgumentParser):
         return args
 
 
-def save(fig, numbers, out, name):
-    """The figure as png, the numbers behind it as json."""
-    with file_errors():
-        fig.savefig(out / f"{name}.png", dpi=160)
-    plt.close(fig)
+def save(numbers, out, name, fig=None):
+    """The numbers as json, with where they are from; the figure that shows them as png."""
+    if fig:
+        with file_errors():
+            fig.savefig(out / f"{name}.png", dpi=160)
+        plt.close(fig)
     about = {"command": command(), **provenance(torch.device("cpu"))}
     write_json(out / f"{name}.json", about | numbers)
-    print(f"figure: {out / name}.png")
+    print(f"wrote {out / name}.json")
 
 
 def tidy(ax, xlabel, ylabel, title, **legend):

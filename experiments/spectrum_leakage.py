@@ -173,7 +173,7 @@ def main(argv=None):
         "truncation": {**cut, **panel_truncation(axes[1, 0], **cut)},
     }
     panel_examples(axes[1, 1], **cut)
-    save(fig, numbers, args.out, "spectrum_leakage")
+    save(numbers, args.out, "spectrum_leakage", fig)
 
 
 if __name__ == "__main__":

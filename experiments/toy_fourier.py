@@ -118,7 +118,7 @@ def main(argv=None):
     axes[0].set_title(title, fontsize=10)
     axes[0].legend(frameon=False, fontsize=9, ncols=3)
     axes[-1].set_xlabel("distance (tokens)")
-    save(fig, numbers, args.out, "toy_fourier")
+    save(numbers, args.out, "toy_fourier", fig)
 
 
 if __name__ == "__main__":
