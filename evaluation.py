@@ -192,8 +192,7 @@ def load_for_evaluation(args, **asked):
         if not args.out:
             raise Refused("a changed embedding needs --out, beside the trained one's result")
         if "rope_scaling" in changes:
-            scaling = config.scaling_of_trained(changes["rope_scaling"])
-            changes["rope_scaling"] = scaling
+            changes["rope_scaling"] = config.scaling_of_trained(changes["rope_scaling"])
         config = config.changed(**changes)
         model = with_pos(model, config)
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
@@ -212,7 +211,7 @@ def result_file(args, kind, recipe):
         try:
             old = common.read_json(out) if out.is_file() else None  # a pipe would have no end
             was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
-        except (Refused, KeyError, TypeError, ValueError):
+        except (Refused, AttributeError, KeyError, TypeError, ValueError):
             raise Refused(f"--out {out} is there already and is no result") from None
         now = asdict(recipe)
         fixed = {name: v for name, v in old_fields.items() if name not in MAY_CHANGE}

@@ -267,6 +267,8 @@ def main(argv=None):
     name, figure = args.figure, FIGURES[args.figure]
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
+    if args.passkey_seeds and SIZES[args.size].one_for_both:
+        raise Refused(f"at --size {args.size} a model of text is asked for passkeys, too: --seeds")
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
     args.at_once = n_cores() if args.size in ON_CPU else 1

@@ -50,8 +50,8 @@ def answers(path, asked):
     result, asked = recipe_fields(stored), vars(asked.resolved())
     for name, was in result.items():
         of_the_data = name in ("tokenizer", "vocab_size")
-        if not of_the_data and name not in MAY_CHANGE and was != asked[name]:
-            what = f"{path} is of a model with {name} {was}, not {asked[name]}"
+        if not of_the_data and name not in MAY_CHANGE and was != asked.get(name):
+            what = f"{path} is of a model with {name} {was}, not {asked.get(name)}"
             raise Refused(f"{what}; choose another --out or move it away")
     same = all(result.get(name) == asked[name] for name in ("read_tokens", "trials"))
     same &= stored.get("trial_seed", asked["seed"]) == asked["seed"]

@@ -299,11 +299,11 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     (tmp_path / "equations_quick.json").write_text(more)
     _, stderr = start(tmp_path, "equations").communicate(timeout=300)
     assert "1 results that would be lost" in stderr
+    assert (tmp_path / "equations_quick.json").read_text() == more
     (tmp_path / "equations_quick.json").write_text('["a note"]')
     _, stderr = start(tmp_path, "equations").communicate(timeout=300)
     assert "is no result of eval_perplexity.py" in stderr
-    (tmp_path / "equations_quick.json").write_text(more)
-    assert (tmp_path / "equations_quick.json").read_text() == more
+    assert (tmp_path / "equations_quick.json").read_text() == '["a note"]'
     shorter = results[0] | {"recipe": results[0]["recipe"] | {"tokens": 10}}
     assert identity(shorter) != identity(results[0])
 
