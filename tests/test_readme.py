@@ -208,6 +208,38 @@ def test_the_report_says_what_is_found_with_the_question_anywhere():
         assert digits["FoPE"][i] == max(d[i] for d in digits.values())
 
 
+def test_the_report_says_what_the_20M_shape_gave():
+    """Rises of perplexity by 16x, FoPE's above RoPE's at 1x, in % of all seeds; of nats removed."""
+    text, above, removed, rises = " ".join(read("results/README.md").split()), [], [], []
+    for corpus in ("books", "c4"):
+        found = results.load_results([ROOT / "results" / "figure5_20M_cpu.json"])
+        found = found[f"perplexity on {corpus}"]
+        at = {
+            label: {
+                results.seed_of(r): [r["lengths"][n]["perplexity"] for n in (512, 8192)] for r in rs
+            }
+            for label, rs in found.items()
+        }
+        assert at["RoPE"].keys() == at["FoPE"].keys() == {0, 1} and len(at["ALiBi"]) == 1
+        assert all(far < near for near, far in at["ALiBi"].values())
+        for label in ("RoPE", "FoPE"):
+            rises.append(span(100 * (far / near - 1) for near, far in at[label].values()))
+        above += [100 * (at["FoPE"][seed][0] / at["RoPE"][seed][0] - 1) for seed in at["FoPE"]]
+        removed += [100 * share for share in results.rise_removed(found)["FoPE"]]
+    rope, fope, rope_c4, fope_c4 = rises
+    assert (
+        f"rises by {rope} % on books and {rope_c4} % on C4, FoPE's by {fope} and {fope_c4} %"
+        in text
+    )
+    assert f"FoPE removes {span(removed)} % in nats" in text
+    assert f"at 1x it is {span(above)} % above RoPE " in text
+
+
+def span(values):
+    values = [round(value) for value in values]
+    return f"{min(values)} to {max(values)}"
+
+
 def test_the_report_says_what_the_pilot_gave():
     text = " ".join(read("results/README.md").split())
     keys = results.load_results([ROOT / "results" / "pilot_512.json"])["passkey"]
