@@ -250,7 +250,12 @@ def test_the_report_says_what_the_pilot_gave():
             of = {results.seed_of(r): r["lengths"][length][name] for r in keys[label]}
             shares = [str(round(100 * of[seed])) for seed in seeds]
             given.append(" and ".join(", ".join(shares).rsplit(", ", 1)))
-    words = "in seeds {} RoPE finds {} % of the keys at 1024, FoPE {}; of the digits at 8192 RoPE "
+    alibi = {n: {r["lengths"][n]["accuracy"] for r in keys["ALiBi"]} for n in (512, 1024, 8192)}
+    assert alibi == {512: {1.0}, 1024: {0.0}, 8192: {0.0}} and len(keys["ALiBi"]) == len(seeds)
+    words = (
+        "in seeds {} RoPE finds {} % of the keys at 1024, FoPE {}, ALiBi none; of the digits at "
+    )
+    words += "8192 RoPE "
     assert (words + "{} %, FoPE {}.").format(*given) in text
 
 
