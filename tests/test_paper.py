@@ -221,6 +221,11 @@ def test_a_job_that_was_killed_says_so(tmp_path, capsys):
     assert "killed by signal 9" in capsys.readouterr().err
 
 
+def test_one_model_for_both_has_no_seeds_of_its_own_for_passkeys():
+    argv = ["figure1", "--size", "20M", "--passkey_seeds", "2", "--dry-run"]
+    refuses(paper.main, argv, "give --seeds alone")
+
+
 def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
     """Of fewer tokens, other lengths, trials or text, where the figure's would be."""
     made = job(tmp_path, "a")

@@ -406,10 +406,15 @@ def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shap
         # the embedding
         (["--pos_args", "gamma=3"], ("fope has no keyword gamma", "sigma (float)")),
         (["--pos_args", "gamma"], ("keyword=value",)),
+        (["--pos_args", "train_len=2"], ("fope has no keyword train_len",)),
         (["--pos_args", "sigma=0.1", "sigma=0.2"], ("each once",)),
         (["--head_dim", "15"], ("head_dim must be even, not 15",)),
         # scales need a trained model
         (["--rope_scaling", "factor=2"], ("--init_from",)),
+        (
+            ["--rope_scaling", "factor=Infinity", "original_len=9"],
+            ("must be float, not 'Infinity'",),
+        ),
         # what does not fit together
         (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
         (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
@@ -427,6 +432,18 @@ def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shap
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
     refuses(train.main, train_argv(data_folder, tmp_path / "new", *flags), *words)
     assert not (tmp_path / "new").exists()
+
+
+def test_pos_args():
+    pairs = ["sigma=0.4", "n_freq=64", "variant=paper", "floor=false"]
+    _, given = train.parse_args(["--out", "x", "--pos_args", *pairs])
+    expected = {"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False}
+    assert given["pos_args"] == expected
+
+
+def test_unknown_embedding_lists_the_known_ones():
+    argv = ["--out", "y", "--pos", "xpos"]
+    refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
 
 
 def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
