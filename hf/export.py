@@ -80,7 +80,7 @@ def to_llama(model, tokenizer):
         sizes = f"the {config.n_embd} of --n_embd must be a multiple of the {config.n_head} heads"
         raise Refused(f"the library's Llama is not of this shape: {sizes}")
     fields = llama_config(config, tokenizer)
-    if config.pos == "rope" and not config.qk_norm and not config.rope_scaling:
+    if config.pos == "rope" and not (config.pos_args or config.qk_norm or config.rope_scaling):
         llama = LlamaForCausalLM(LlamaConfig(**fields))
     else:
         if config.pos not in ("nope", "alibi", "rope", "fope", "rope_a", "fope_shared"):

@@ -456,6 +456,14 @@ def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path
         torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
 
 
+def test_an_exported_model_keeps_frequencies_of_its_own(data_folder, tmp_path):
+    freqs = f"freqs={[1.0 / 2**i for i in range(8)]}"
+    run = run_training(data_folder, tmp_path / "run", "--pos=rope", "--pos_args", freqs)
+    ours, _, _ = load_checkpoint(run)
+    theirs, ids = export(run, tmp_path / "exported"), torch.randint(512, (2, 128))
+    torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
+
+
 def test_a_swap_after_the_export_is_that_of_train_py(data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", "--pos=rope")
     fope = dict(pos="fope", pos_args={"cap": False, "sigma": 0.0}, train_len=64)
