@@ -304,7 +304,7 @@ def add_flags(parser, recipe):
         kind = (get_args(f.type) or (f.type,))[0]
         how = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
         if kind is bool:
-            how["action"] = "store_true"
+            how["action"] = argparse.BooleanOptionalAction
         elif kind is dict:
             how |= dict(nargs="*", metavar="K=V", action=Keywords)
         else:

@@ -273,9 +273,9 @@ def main(argv=None):
     for name in others if not written else ():
         if (out / name).exists() and (out / name).stat().st_size:
             raise Refused(f"--out {out} has a {name} and no checkpoint: it is no run's folder")
-    compilers = os.environ.get("CXX", ""), "g++", "clang++", "c++"
-    if recipe.compile and not any(map(shutil.which, compilers)):
-        raise Refused("--compile needs a C++ compiler, such as g++; there is none here")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if recipe.compile and not shutil.which(compiler):
+        raise Refused(f"--compile needs a C++ compiler, and there is no {compiler} here; see $CXX")
     n_steps, n_micro = recipe.n_steps, micro_batches(recipe)
     tokens_per_step = recipe.batch_size * recipe.train_len
 

