@@ -55,7 +55,7 @@ stop() {
     wait
     echo "stopped, all is saved; the same command continues" && exit "${1:-130}"
 }
-trap stop INT TERM
+trap stop INT TERM HUP
 
 # Train all models of a kind on its data, then read each with its script.
 train_and_read() {

@@ -2,9 +2,14 @@
 #
 #   install FILE    install a requirements file, unless that has been done
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-if [ ! -x .venv/bin/python ]; then
+if [ ! -e .venv/bin/activate ]; then
+    python=${PYTHON:-python3}
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "error: $python is not Python 3.11 or later; PYTHON=python3.12 bash ... names another" >&2
+        exit 1
+    fi
     echo "== making .venv"
-    "${PYTHON:-python3}" -m venv .venv
+    "$python" -m venv .venv
 fi
 . .venv/bin/activate
 install() {
