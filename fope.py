@@ -274,8 +274,8 @@ class FoPE(RoPE):
     sin_pad 1 turns the constant pairs by 45 degrees and stretches them by sqrt(2), q and k alike:
     their term in q.k doubles. Weights trained with one sin_pad are read wrongly with another.
     K under n_kept: s is 2, and the series after the last own weight are of noise alone, close to 0,
-    so that their pairs all but drop out of q.k. cap=False removes this limit. It is for a model
-    that was trained with RoPE: each frequency stays on the pair that has learned it.
+    so that their pairs all but drop out of q.k. floor=False has no such limit. cap=False removes
+    it for a model trained with RoPE: each frequency stays on the pair that has learned it.
     n_table: the number of tables, by default one a head. With fewer, n_head / n_table neighbouring
     heads share one, as the queries of a key head do in a grouped model.
 

@@ -95,8 +95,8 @@ def n_kept(recipe):
 
 def table_noise(recipe, D, K):
     """
-    The noise in FoPE's tables for sigma 1: sqrt(D) times that of a weight, which FoPE's docstring
-    has, since an entry of the table adds up D of them.
+    The noise in FoPE's tables for sigma 1: sqrt(D/2) times that of a weight, which FoPE's
+    docstring has: an entry of the table adds up D of them, each times a cosine.
     """
     return math.sqrt(D / (K * (D + recipe.n_head)))
 
