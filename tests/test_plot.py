@@ -43,10 +43,10 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
 
 
 def test_text_has_ten_pixels_in_a_page_838_pixels_wide():
-    results = load_results([common.ROOT / "results" / "figure4_128.json"])
+    results = load_results([common.ROOT / "results" / "parts.json"])
     few = {kind: dict(list(labels.items())[:4]) for kind, labels in results.items()}
     figures = [plot.figure_length(found) for found in (results, few)]
-    figures += [plot.figure_differences(results, "FoPE to FoPE")]
+    figures += [plot.figure_differences(results, "FoPE")]
     figures += [plot.figure_heat(few["passkey"], "depth")]
     for fig in figures:
         fig.draw_without_rendering()
@@ -59,13 +59,13 @@ def test_text_has_ten_pixels_in_a_page_838_pixels_wide():
 
 
 def test_differences_are_those_of_the_pairs():
-    results = load_results([common.ROOT / "results" / "figure4_128.json"])
+    results = load_results([common.ROOT / "results" / "figure4.json"])
     fig = plot.figure_differences(results, "FoPE to FoPE")
     labels = [text.get_text() for text in fig.axes[0].get_yticklabels()]
     assert "FoPE to FoPE" not in labels and len(labels) == len(results["perplexity"]) - 1
     at = labels.index("RoPE to RoPE")
     losses = [
-        {seed_of(r): r["lengths"][1024]["loss"] for r in results["perplexity"][label]}
+        {seed_of(r): r["lengths"][4096]["loss"] for r in results["perplexity"][label]}
         for label in ("RoPE to RoPE", "FoPE to FoPE")
     ]
     pairs = np.array([losses[0][seed] - losses[1][seed] for seed in losses[0]])
