@@ -143,7 +143,7 @@ def distance_table(results):
                 for row, chosen in zip(cells.values(), (right[~far], right[far]), strict=True):
                     row.append(f"{100 * chosen.mean():.0f} ({len(chosen)})" if len(chosen) else "")
             rows += [[name, *row] for name, row in cells.items()]
-        columns = [f"whole {task}s, % (of trials)", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
+        columns = ["whole keys, % (of trials)", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         tables.append(grid(columns, rows))
     return "\n\n".join(tables)
 
