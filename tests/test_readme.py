@@ -234,7 +234,7 @@ def test_the_report_says_what_the_20M_shape_gave():
             }
             for label, rs in found.items()
         }
-        assert at["RoPE"].keys() == at["FoPE"].keys() == {0, 1} and len(at["ALiBi"]) == 1
+        assert at["RoPE"].keys() == at["FoPE"].keys() == {0, 1, 2} and len(at["ALiBi"]) == 1
         assert all(far < near for near, far in at["ALiBi"].values())
         for label in ("RoPE", "FoPE"):
             rises.append(span(100 * (far / near - 1) for near, far in at[label].values()))
