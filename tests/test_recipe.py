@@ -241,7 +241,7 @@ def help_of(capsys, *argv):
     text = capsys.readouterr().out
     heading = f"the recipe, with the values of --preset {argv[-1] if argv else 'tiny'}:"
     assert heading in text
-    parts = re.split(r"\n  --(\w+) ", text.partition(heading)[2])[1:]
+    parts = re.split(r"\n  --(\w+)(?:, --no-\w+)? *", text.partition(heading)[2])[1:]
     return {k: " ".join(v.split()) for k, v in zip(parts[::2], parts[1::2], strict=True)}
 
 
