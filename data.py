@@ -357,9 +357,7 @@ class Batches:
         if recipe.task:
             self.task = TASKS[recipe.task](data.tokenizer().encode_ordinary)
             # refused here, and not in the middle of training, if the prompt does not fit
-            for seed in range(100):  # keys differ in length with gpt2
-                rng = np.random.default_rng(seed)
-                self.task.sample(int(self.task.shortest * self.train_len), rng)
+            self.task.sample(int(self.task.shortest * self.train_len), np.random.default_rng(0))
 
     def window(self, i):
         """The i-th window of text: train_len + 1 tokens, the last one the target of the others."""
