@@ -319,15 +319,16 @@ class Passkey:
 class PasskeyAnywhere(Passkey):
     """
     The same trials, trained on differently. The question stands anywhere from a quarter of the
-    length to its end, and filler follows the answer, as if the text went on. So no model can learn
-    at which place to answer, nor at which the text ends.
+    length to its end, and a line of filler follows the answer, as if the text went on. So no model
+    can learn at which place to answer, nor at which the text ends.
     """
 
     shortest = 0.25
 
     def document(self, length, rng, eot):
         trial = self.sample(int(rng.integers(int(self.shortest * length), length + 1)), rng)[0]
-        return np.append(trial, self.filler(length + 1 - len(trial))).astype(np.int64)
+        rest = self.encode("\n") + self.filler(length)
+        return np.append(trial, rest[: length + 1 - len(trial)]).astype(np.int64)
 
 
 TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}

@@ -382,7 +382,7 @@ def test_prompt_that_does_not_fit_is_refused(task):
 
 
 def test_a_question_that_stands_anywhere(task):
-    """From a quarter of the length to its end; the trial is whole, filler follows the answer."""
+    """From a quarter of the length to its end; the trial is whole, a line of filler follows."""
     anywhere, ends = PasskeyAnywhere(task.encode), []
     for seed in range(200):
         tokens = anywhere.document(1024, np.random.default_rng(seed), 511)
@@ -390,7 +390,8 @@ def test_a_question_that_stands_anywhere(task):
         ends.append(int(rng.integers(256, 1025)))
         assert tokens.shape == (1025,) and tokens.dtype == np.int64
         assert tokens[: ends[-1]].tolist() == task.sample(ends[-1], rng)[0].tolist()
-        assert tokens[ends[-1] :].tolist() == task.filler(1025 - ends[-1])
+        line = task.encode("\n") + task.filler(1025)
+        assert tokens[ends[-1] :].tolist() == line[: 1025 - ends[-1]]
     assert min(ends) < 270 and max(ends) > 1000
     rng, again = np.random.default_rng(0), np.random.default_rng(0)
     assert task.document(200, rng, 511).tolist() == [*task.sample(200, again)[0], 511]
