@@ -3,6 +3,7 @@ The paper's other baselines.
 
     KERPLE, FIRE         a learned bias on the logits      (Chi et al., 2022; Li et al., 2024)
     RoPE-A               RoPE with frequencies that complete whole cycles in the training length
+    tapered RoPE         RoPE with FoPE's floor, but not cut off: CoPE (Li et al., 2026)
     FoPE shared,         two other readings of FoPE's equations
     FoPE relative
     YaRN, interpolation  lower frequencies, with which a trained RoPE or FoPE reads further
@@ -135,6 +136,19 @@ class RoPEA(RoPE):
         assert self.freqs.any(), f"RoPE-A has no frequency left at train_len {self.train_len}"
 
 
+class TaperedRoPE(RoPE):
+    """
+    RoPE with a tapered floor, as CoPE has it (Li et al., 2026, arXiv 2602.05258): the n frequencies
+    under FoPE's floor are multiplied by (1 + cos(pi i / (n - 1))) / 2, i = 0 .. n - 1, which falls
+    from 1 to 0. Their code tapers the last 20 of the 64 frequencies of a Llama.
+    """
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        slow = self.freqs < 2 * math.pi / self.train_len
+        self.freqs[slow] *= (1 + torch.linspace(0, math.pi, int(slow.sum())).cos()) / 2
+
+
 # --- FoPE's equations, read otherwise
 
 
@@ -237,5 +251,5 @@ def rope_scaling(
     return {"train_len": original_len, "scale": scales[kind], "qk_factor": qk_factor}
 
 
-POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA}
+POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA, "rope_taper": TaperedRoPE}
 POSITION_EMBEDDINGS |= {"fope_shared": FoPEShared, "fope_relative": FoPERelative}

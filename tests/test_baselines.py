@@ -174,6 +174,18 @@ def test_an_impossible_scaling_is_refused_with_a_sentence(change, words):
         make_embedding("rope", scaling={"factor": 2.0, "original_len": 40, **change})
 
 
+def test_the_tapered_floor_falls_from_one_to_zero():
+    """Of 32 frequencies 16 are under the floor: the first of them stays, the last stands still."""
+    plain, tapered = (
+        POSITION_EMBEDDINGS[name](head_dim=64, n_head=2, train_len=512).freqs
+        for name in ("rope", "rope_taper")
+    )
+    ratio = tapered / plain
+    assert torch.equal(ratio[:17], torch.ones(17)) and ratio[-1].abs() < 1e-6
+    i = torch.arange(16)
+    torch.testing.assert_close(ratio[16:], torch.cos(math.pi * i / 30) ** 2)
+
+
 def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
     scaling = {"kind": "interpolate", "factor": 4.0, "original_len": 40}
     cos, sin = make_embedding("rope", scaling=scaling).make_tables(101)
