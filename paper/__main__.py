@@ -6,6 +6,7 @@ The paper's figures and tables, which paper/figures.py lists: train, evaluate, d
     python -m paper figure1 --seeds 1-10                       ten others, with intervals
     python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
     python -m paper figure1 --size 60M --dry-run               what it will take
+    python -m paper enough --pos mine --seeds 1-5              another embedding beside those known
     python -m paper --primary --results results                what carries the report's claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
@@ -32,11 +33,13 @@ from data import vocab_size_of
 from evaluation import window_loss
 from model import GPT
 from paper import plot, tables
-from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES
+from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, Model
 from paper.jobs import Job, n_cores, run_jobs
 from paper.results import check_result, compare, identity, load_results
 from recipe import RECIPES, flag_words, parse_lengths
 from train import accumulate_gradients, make_optimizer
+
+RESULTS = ROOT / "results"
 
 # --- from a figure to jobs
 
@@ -129,12 +132,13 @@ def jobs_of(figure, args):
     """Seed by seed, so that what is stopped early has whole seeds."""
     passkey_seeds = args.passkey_seeds or args.seeds
     seeds = {kind: args.seeds if kind == "text" else passkey_seeds for kind in figure.kinds}
+    all_kinds = figure.kinds if SIZES[args.size].one_for_both else ()
     return [
         job_of(figure, model, kind, seed, args)
         for seed in sorted({*args.seeds, *passkey_seeds})
         for kind in figure.kinds
         for model in figure.models
-        if seed in seeds[kind]
+        if seed in seeds[kind] and kind in (all_kinds or model.kinds or figure.kinds)
     ]
 
 
@@ -243,6 +247,7 @@ def main(argv=None):
     add = parser.add_argument
     add("figure", nargs="?", choices=FIGURES, metavar="FIGURE", help="a name that --list shows")
     add("--list", action="store_true", help="the figures and tables")
+    add("--pos", nargs="+", help="of its models these alone, or any embedding, by name")
     add("--size", choices=SIZES, default="tiny", help="of the models")
     add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
     add("--seeds", type=some_seeds, default="1", help="of the models: 5 is the first five, or 1-10")
@@ -255,16 +260,22 @@ def main(argv=None):
     add("--primary", action="store_true", help="compare what was named beforehand, in --results")
     args = parser.parse_args(argv)
     if args.primary:
-        folder = args.results or ROOT / "results"
-        rows = compare(PRIMARY, folder)
-        common.write_json(folder / "primary.json", rows)
-        print(tables.primary_table(rows))
+        folder = args.results or RESULTS
+        for name, (seeds, named) in PRIMARY.items():
+            beside = {figure: FIGURES[figure].beside for figure, *_ in named}
+            rows = compare(named, seeds, folder, beside)
+            common.write_json(folder / f"{name}.json", rows)
+            print(tables.primary_table(rows))
         return
     if args.list or not args.figure:
         for name, figure in FIGURES.items():
             print(f"{name:18} {figure.title} ({len(figure.models)} models a seed and kind)")
         return
     name, figure = args.figure, FIGURES[args.figure]
+    if args.pos:
+        known = {model.name: model for model in figure.models}
+        models = [known.get(pos) or Model(pos, dict(pos=pos)) for pos in args.pos]
+        figure = replace(figure, models=tuple(models))
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
     if args.passkey_seeds and SIZES[args.size].one_for_both:
@@ -299,11 +310,12 @@ def main(argv=None):
     before = common.read_json(result, kind=list) if result.exists() else []
     for one in before:
         check_result(one, result)
-    if lost := set(map(identity, before)) - set(map(identity, gathered)):
-        more = f"{result} has {len(lost)} results that would be lost"
-        raise Refused(f"{more}; ask for all their --seeds or choose another --results")
+    new = set(map(identity, gathered))  # beside those of other seeds, or from another machine
+    gathered += [one for one in before if identity(one) not in new]
+    others = () if args.tokens else (*figure.beside, *[name] * bool(args.pos))
+    beside = [RESULTS / f"{other}{suffix}.json" for other in others]
+    results = load_results([path for path in beside if path.exists()], gathered)
     common.write_json(result, gathered)
-    results = load_results([result])
     as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
     message = figure.message if as_told else ""
     how = dict(depth=figure.depth, message=message, to=figure.to)

@@ -26,6 +26,7 @@ NAMES = {
     "kerple": "KERPLE",
     "fire": "FIRE",
     "rope_a": "RoPE-A",
+    "rope_taper": "RoPE, tapered",
 }
 MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
 TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accuracy")
@@ -42,13 +43,14 @@ SAME_TEXT = {  # what losses must share
 # --- reading
 
 
-def load_results(paths):
+def load_results(paths, of_today=()):
     """
     {kind: {label: [result of one seed, ...]}} in the order of NAMES. Kinds are perplexity, but with
-    several corpora "perplexity on CORPUS", and names of tasks. Refused where one is no result, and
-    where they do not belong into one figure.
+    several corpora "perplexity on CORPUS", and names of tasks. of_today: results that stand in the
+    place of those in files. Refused where one is no result, and where they do not belong into one
+    figure.
     """
-    every = []
+    every = [(result, "a new result") for result in of_today]
     for path in paths:
         content = read_json(path, kind=dict | list)
         every += [(r, path) for r in (content if isinstance(content, list) else [content])]
@@ -56,12 +58,16 @@ def load_results(paths):
         raise Refused(f"there is no result in {', '.join(map(str, paths))}")
     for result, path in every:
         check_result(result, path)
+    new = set(map(identity, of_today))
+    every = [pair for i, pair in enumerate(every) if i < len(new) or identity(pair[0]) not in new]
     corpora = {corpus_of(r) for r, _ in every if not is_task(r["kind"])}
     by_kind = defaultdict(lambda: defaultdict(list))
     for result, path in sorted(every, key=lambda pair: is_task(pair[0]["kind"])):  # text first
         kind, label = result["kind"], label_of(result)
         if not is_task(kind) and len(corpora) > 1:
             kind = f"perplexity on {corpus_of(result)}"
+        if result in by_kind[kind][label]:
+            continue  # the same one, in two files
         if seed_of(result) in map(seed_of, by_kind[kind][label]):
             what = f"a second result of {label} with seed {seed_of(result)}"
             raise Refused(f"{path} has {what}; tell them apart by --label")
@@ -244,28 +250,29 @@ def sign_flip_p(values):
     return float((means >= np.abs(values.mean()) * (1 - 1e-12)).mean())
 
 
-def compare(primary, folder):
+def compare(named, seeds, folder, beside):
     """
     The comparisons that were named before the models were read, with p values of paired t tests and
-    of sign flips, the latter corrected by Holm's method for their number. primary: [(figure, kind,
+    of sign flips, the latter corrected by Holm's method for their number. named: [(figure, kind,
     number, label, label to compare with, multiple of the training length), ...]; folder: of the
-    gathered results. Seed 0, which had been seen, is left out.
+    gathered results; beside: {figure: others that are read with it}. Refused until all seeds are
+    there.
     """
     rows = []
-    for figure, kind, name, label, to, multiple in primary:
-        by_label = load_results([Path(folder) / f"{figure}.json"]).get(kind, {})
-        if not {label, to} <= by_label.keys():
-            raise Refused(f"{figure}.json in {folder} has not the {kind} of both {label} and {to}")
-        length = multiple * train_len_of(by_label[label])
-        named = [r for r in by_label[label] if seed_of(r) > 0]
-        values = paired_differences(named, by_label[to], name, [length])[:, 0]
-        if len(values) < 2 or not values.std():
-            raise Refused(f"{figure}: {label} and {to} need two seeds and a difference to test")
+    for figure, kind, name, label, to, multiple in named:
+        paths = [Path(folder) / f"{one}.json" for one in (figure, *beside[figure])]
+        by_label = load_results(paths).get(kind, {})
+        pairs = [[r for r in by_label.get(la, ()) if seed_of(r) in seeds] for la in (label, to)]
+        if not all(len(results) == len(seeds) for results in pairs):
+            what = f"{folder} has not all of the {len(seeds)} seeds of {label} and {to}"
+            raise Refused(f"{what}, whose {kind} is to be compared ({figure})")
+        length = multiple * train_len_of(pairs[0])
+        values = paired_differences(*pairs, name, [length])[:, 0]
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
         row |= dict(seeds=len(values), mean=float(values.mean()))
         row |= dict(half_interval=float(half_interval(values)), p=sign_flip_p(values))
         if kind == "perplexity":
-            by_window = paired_differences(named, by_label[to], "by_window", [length])[:, 0]
+            by_window = paired_differences(*pairs, "by_window", [length])[:, 0]
             row["half_with_windows"] = half_interval_with_windows(by_window)
         rows.append(row | dict(p_t=float(stats.ttest_1samp(values, 0).pvalue)))
     worst = 0.0

@@ -18,7 +18,7 @@ import evaluation
 import train
 from common import Refused
 from data import TASKS, Passkey
-from fope import FoPE
+from fope import FoPE, rope_freqs
 from paper import figures, jobs, plot, tables
 from paper.figures import FIGURES
 from paper.results import identity, load_results
@@ -153,6 +153,36 @@ def test_matched_noise_is_the_noise_of_the_tables(preset):
         assert matched_noise == pytest.approx(plain, rel=0.02)
 
 
+def test_the_slowest_pair_of_theta_94_completes_one_cycle(tmp_path):
+    made = paper.jobs_of(FIGURES["enough"], arguments(tmp_path, seeds=range(3, 4)))
+    recipes = {job.name: job.recipe for job in made}
+    assert recipes["text/rope_cycles1_s3"].theta == 93.9
+    for n in (0.5, 1, 2, 4):
+        recipe = recipes[f"text/rope_cycles{n}_s3"]
+        cycles = 512 * rope_freqs(64, recipe.theta)[-1] / (2 * math.pi)
+        assert cycles == pytest.approx(n, rel=0.01)
+    assert "passkey_anywhere/rope_s3" in recipes and "text/rope_s3" not in recipes
+
+
+@pytest.mark.slow
+def test_an_embedding_of_ones_own_stands_beside_those_known(tmp_path, monkeypatch, capsys):
+    """--pos trains it alone; what is in results/ makes the other rows."""
+    results = ROOT / "results" / "figure1.json"
+    asked = ["figure1", "--size", "quick", "--pos", "rope_taper", "--out", str(tmp_path)]
+    (tmp_path / "results").mkdir()
+    known = [r for r in json.loads(results.read_text()) if r["recipe"]["seed"] < 3]
+    for row in (row for r in known for row in r["lengths"].values() if "tokens" in row):
+        row["tokens"] = 16384  # what --size quick reads
+    (tmp_path / "results" / "figure1_quick.json").write_text(json.dumps(known))
+    monkeypatch.setattr(paper, "RESULTS", tmp_path / "results")
+    paper.main(asked)
+    printed = capsys.readouterr().out
+    assert "| RoPE, tapered | 1 |" in printed and "| RoPE | 2 |" in printed
+    written = json.loads((tmp_path / "figure1_quick.json").read_text())
+    assert {r["recipe"]["pos"] for r in written} == {"rope_taper"}
+    assert refuses(paper.main, [*asked[:4], "ropee", "--out", tmp_path / "x"], "ropee")
+
+
 # --- the runner
 
 
@@ -259,7 +289,7 @@ def test_list_and_refusals(capsys, tmp_path):
     (tmp_path / "figure1.json").write_text("[]")
     refuses(paper.main, nothing, "nothing of figure1 is done in")
     (tmp_path / "figure1.json").write_text((ROOT / "results" / "parts.json").read_text())
-    refuses(paper.main, ["--primary", "--results", tmp_path], "figure1.json", "both ALiBi and FoPE")
+    refuses(paper.main, ["--primary", "--results", tmp_path], "ALiBi and FoPE")
     argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
     if not (ROOT / "data" / "c4" / "meta.json").exists():
         refuses(paper.main, argv, "no data/c4", "python prepare_data.py --help")
@@ -300,11 +330,10 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert "| FoPE, CF alone | 1 |" in output and "the figure: " in output
     logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert logged == sorted(set(logged))
-    more = json.dumps([*results, results[0] | {"label": "of another seed, say"}])
-    (tmp_path / "equations_quick.json").write_text(more)
-    _, stderr = start(tmp_path, "equations").communicate(timeout=300)
-    assert "1 results that would be lost" in stderr
-    assert (tmp_path / "equations_quick.json").read_text() == more
+    more = results[0] | {"label": "one of another machine, say"}
+    (tmp_path / "equations_quick.json").write_text(json.dumps([results[0], more]))
+    start(tmp_path, "equations").communicate(timeout=300)
+    assert json.loads((tmp_path / "equations_quick.json").read_text()) == [*results, more]
     (tmp_path / "equations_quick.json").write_text('["a note"]')
     _, stderr = start(tmp_path, "equations").communicate(timeout=300)
     assert "is no result of eval_perplexity.py" in stderr
