@@ -1,28 +1,30 @@
 """
-A run on disk: a folder with checkpoint.pt (weights, optimizer, step, and what run it is),
-config.json (a copy of the latter, for people), log.jsonl and the tokenizer.
+A run on disk: a folder with checkpoint.pt (weights, optimizer, step, log, and what run it is), for
+people config.json and log.jsonl, which repeat what it says, and the tokenizer.
 """
 
 import json
-import pickle
+import signal
 import sys
 import zipfile
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 import common
-from common import Refused, file_errors, make_folder, write_atomically, write_json
+from common import Refused, make_folder, write_atomically, write_json
+from data import TokenData
 from fope import FoPE
 from model import GPT
-from recipe import check_pos, stored_recipe
+from recipe import MAY_CHANGE, RECIPES, Recipe, check_pos
 
 
 def save_checkpoint(folder, model, about=None, **state):
     """
     Write the model, whose config is a GPTConfig or a Recipe. about: what else is known of the run,
-    as json: its data, code and machine. state: whatever else is to be loaded again.
+    as json: its data, commit and machine. state: whatever else is to be loaded again.
     """
     folder = make_folder(folder)
     config = {"recipe": asdict(model.config), **(about or {})}
@@ -39,69 +41,176 @@ def load_checkpoint(folder, device="cpu"):
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
-        raise Refused(f"there is no checkpoint in {folder}: there is no file {path}")
+        raise Refused(f"there is no checkpoint in {folder}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.save: a zip with a checksum of every tensor
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        config, weights = state["config"], state["model"]
+        about, weights = dict(state["config"]), state["model"]
+        stored = about.pop(
+            "recipe"
+        )  # runs of 071ed41 have none: 164b51f is the last that reads them
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise
-        reason = f": {e}".split("\n")[0]
-        if isinstance(e, pickle.UnpicklingError):  # torch would advise to run it
-            reason = ", since it holds more than tensors and numbers"
-        raise Refused(f"{path} is damaged or was not written by this project{reason}") from None
-    model = GPT(stored_recipe(config, path))
-    if misfit := differences(model.state_dict(), weights):
-        what = "does not fit this code, which may have changed since"
-        raise Refused(f"{path} {what}: {misfit}; it is of commit {config.get('commit', 'unknown')}")
-    model.load_state_dict(weights)
-    about = {name: value for name, value in config.items() if name != "recipe"}
-    if "training" in config:  # a run of 071ed41
-        about = {name: (config["training"] | config)[name] for name in ("data_sha256", "n_windows")}
+        reason = str(e).split("\n")[0]
+        raise Refused(f"{path} is damaged or was not written by this project: {reason}") from None
+    try:
+        recipe = Recipe(**stored)
+        check_pos(recipe)
+        model = GPT(recipe)
+        model.load_state_dict(weights)
+    except (TypeError, RuntimeError) as e:
+        was, reason = about.get("commit", "unknown"), " ".join(str(e).split())
+        what = f"does not fit this code, which may have changed since commit {was}"
+        raise Refused(f"{path} {what}: {reason}") from None
     return model.to(device), about, state
-
-
-def differences(expected, given):
-    """How two dicts of tensors differ in names and shapes, in words; "" where they do not."""
-    shared = expected.keys() & given.keys()
-    kinds = {
-        "without": expected.keys() - given.keys(),
-        "it has": given.keys() - expected.keys(),
-        "of another shape": {name for name in shared if expected[name].shape != given[name].shape},
-    }
-    words = []
-    for kind, names in kinds.items():
-        shown = ", ".join(sorted(names)[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)
-        words += [f"{kind} {shown}"] if names else []
-    return "; ".join(words)
 
 
 def load_run(folder, device="cpu"):
     """load_checkpoint for a run of train.py, which alone knows its data and tokenizer."""
     model, about, state = load_checkpoint(folder, device)
-    if not {"step", "optimizer"} <= state.keys():
-        what = "a model, but not one that train.py wrote: its data and tokenizer are unknown"
-        raise Refused(f"{folder} holds {what}")
-    for name, sha256 in common.code_hashes().items():
-        if about.get("code", {}).get(name, sha256) != sha256:
-            print(f"note: {name} has changed since {folder} was trained", file=sys.stderr)
+    if "optimizer" not in state:
+        raise Refused(f"{folder} holds a model that train.py did not write: its data are unknown")
     return model, about, state
 
 
-def read_log(folder):
-    """The lines of a run's log.jsonl as dicts, but for damaged ones; [] without a log."""
-    path, lines = Path(folder) / "log.jsonl", []
-    with file_errors():
-        content = path.read_bytes() if path.exists() else b""
-    for line in content.splitlines():
+# --- a run of train.py
+
+
+@contextmanager
+def open_run(folder, given, resume, device):
+    """
+    The Run in a folder, opened or begun. Within it no other process writes there, and Ctrl-C,
+    SIGTERM and the SIGHUP of a lost connection only set run.signum. At the end it says what to type
+    next.
+    """
+    make_folder(folder)
+    with common.lock(folder) if common.rank() == 0 else nullcontext():
+        run = Run(Path(folder), given, resume, device)
+
+        def note(signum, frame):
+            run.signum = signum
+
+        stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+            stops.pop()
+        before = {s: signal.signal(s, note) for s in stops}
         try:
-            line = json.loads(line)
-            if all(isinstance(line[key], int | float) for key in ("step", "tokens", "loss")):
-                lines.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    return lines
+            yield run
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+    run.end()
+
+
+class Run:
+    """
+    A run of train.py: its recipe; data, that of training; model, on the device; step.
+
+    given: the fields of the recipe that were given as flags. Refused where they do not fit what the
+    folder holds, and where it holds something else.
+    """
+
+    def __init__(self, folder, given, resume, device):
+        self.folder, self.step, self.log, self.signum, self.saved = folder, 0, [], 0, None
+        if not (folder / "checkpoint.pt").exists():
+            self.begin(given, resume, device)
+        elif resume:
+            self.go_on(given, device)
+        else:
+            raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
+
+    def begin(self, given, resume, device):
+        """With new weights, or with those of another run, its embedding exchanged."""
+        names = {path.name for path in self.folder.iterdir()}
+        ours = {"log.jsonl", "tokenizer.tiktoken"}  # of one killed before its first checkpoint
+        if common.rank() == 0 and names - ours:
+            raise Refused(f"{self.folder} is not empty and holds no run; choose another --out")
+        if resume and not given:
+            raise Refused(f"there is no run in {self.folder}; with its flags --resume starts it")
+        if start := given.get("init_from"):
+            start, _, _ = load_run(start)
+            recipe = start.config.going_on(**given)
+        else:
+            recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
+        self.read_data(recipe, start)
+        self.about = self.what_is_read() | common.provenance(device)
+        self.model = with_pos(start, self.recipe) if start else GPT(self.recipe)
+        self.model.to(device)
+
+    def go_on(self, given, device):
+        """As it was saved, but for what a resumed run may change."""
+        self.model, self.about, self.saved = load_run(self.folder, device)
+        self.step, self.log = self.saved["step"], self.saved.get("log", [])
+        started = self.model.config
+        if "rope_scaling" in given:
+            given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
+        recipe = started.changed(**given)
+        for name, was in asdict(started).items():
+            now = getattr(recipe, name)
+            if now != was and name not in MAY_CHANGE:
+                what = f"{self.folder} was started with --{name} {was}, not {now}"
+                raise Refused(f"{what}: cannot resume")
+        self.read_data(recipe, self.model)
+        if self.about | self.what_is_read() != self.about:
+            what = f"{recipe.data} has other data than {self.folder} was started with"
+            raise Refused(f"{what}: cannot resume")
+        self.model.config = self.recipe
+        was, now = self.about["commit"], common.git_commit()
+        if was != now:
+            print(f"note: {self.folder} was started at commit {was}, this is {now}")
+
+    def read_data(self, recipe, trained):
+        """The data, which say what the tokens are; of trained weights they must be the same."""
+        recipe = recipe.resolved().check()
+        self.data = TokenData(recipe.data, "train")
+        tokens = dict(tokenizer=self.data.tokenizer_id, vocab_size=self.data.meta["vocab_size"])
+        if trained and recipe.tokenizer != tokens["tokenizer"]:
+            what = f"the weights were trained with the tokenizer {recipe.tokenizer}"
+            raise Refused(f"{what}, {recipe.data} has {tokens['tokenizer']}")
+        self.recipe = replace(recipe, **tokens)
+
+    def what_is_read(self):
+        """What must stay the same for a step's batch to stay the same."""
+        n_windows = (len(self.data) - 1) // self.recipe.train_len
+        return {"data_sha256": self.data.sha256(), "n_windows": n_windows}
+
+    def restore(self, optimizer):
+        """Give it the state that was saved, if any, and log.jsonl its lines up to that step."""
+        if self.saved:
+            optimizer.load_state_dict(self.saved["optimizer"])
+            self.saved = None  # or its memory would stay
+        if common.rank() == 0:
+            log = "".join(json.dumps(line) + "\n" for line in self.log).encode()
+            files = {"log.jsonl": log}
+            if (tokenizer := self.data.folder / "tokenizer.tiktoken").exists():
+                files[tokenizer.name] = tokenizer.read_bytes()  # to be read without its data
+            for name, content in files.items():
+                write_atomically(self.folder / name, lambda f, content=content: f.write(content))
+
+    def write_log(self, line):
+        self.log.append(line)
+        if common.rank() == 0:
+            with open(self.folder / "log.jsonl", "a") as f:
+                f.write(json.dumps(line) + "\n")
+
+    def save(self, optimizer, step):
+        self.step = step
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            what = f"the weights of step {step:,} are no longer finite and are not saved"
+            raise Refused(f"{what}; try a smaller --lr")
+        if common.rank() == 0:
+            state = dict(optimizer=optimizer.state_dict(), step=step, log=self.log)
+            save_checkpoint(self.folder, self.model, self.about, **state)
+
+    def end(self):
+        """Say what to type next."""
+        script, n_steps = "train.py --resume --out", self.recipe.n_steps
+        if self.step == n_steps:
+            script = "eval_passkey.py" if self.recipe.task_share == 1 else "eval_perplexity.py"
+        print(f"step {self.step:,} of {n_steps:,} is saved; now: python {script} {self.folder}")
+        if self.signum:
+            sys.exit(128 + self.signum)
 
 
 # --- another embedding for trained weights

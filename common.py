@@ -1,5 +1,5 @@
 """
-What the scripts share: flags, refusals in one sentence, files, devices and processes, provenance.
+What the scripts share: refusals in one sentence, files, devices and processes, provenance.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import shlex
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext, suppress
-from functools import wraps
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent
 
-# --- refusals: bad input ends in one sentence and exit code 1, everything else in a traceback
+# --- refusals: bad input ends in one sentence and exit code 1, a bug in its traceback
 
 
 class Refused(Exception):
@@ -32,12 +31,9 @@ class Refused(Exception):
 
 
 def one_sentence_errors(main):
-    """Show what a check refused as its sentence; any other exception, a bug, has its traceback."""
+    """main, but what a user can mend ends in one sentence."""
 
-    @wraps(main)
     def wrapped(*args, **kwargs):
-        with suppress(AttributeError):  # a notebook's, or none
-            sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
         try:
             main(*args, **kwargs)
             print(end="", flush=True)
@@ -46,17 +42,15 @@ def one_sentence_errors(main):
         except (MemoryError, RuntimeError) as e:
             if not is_out_of_memory(e):
                 raise
-            less = "a larger --grad_accum, smaller models, shorter lengths, smaller files need less"
-            sys.exit(f"error: out of memory; {less}")
+            sys.exit("error: out of memory; a larger --grad_accum or a smaller model needs less")
         except BrokenPipeError:  # what reads our output, such as head, has enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as e:
-            if e.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ENOSPC):
+            if not e.filename and e.errno != errno.ENOSPC:
                 raise
             sys.exit(f"error: {e.filename or 'output'}: {e.strerror}")
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
             sys.exit(130)
 
     return wrapped
@@ -68,26 +62,7 @@ def is_out_of_memory(e):
     return isinstance(e, MemoryError) or bool(re.search(words, str(e)))
 
 
-@contextmanager
-def file_errors():
-    """Within it, what the system says of a file that cannot be read or written is a refusal."""
-    try:
-        yield
-    except OSError as e:
-        raise Refused(f"{e.filename}: {e.strerror}" if e.filename else str(e)) from None
-    except UnicodeDecodeError as e:
-        raise Refused(f"what was read is not UTF-8: {e.reason} at byte {e.start:,}") from None
-
-
 # --- command lines
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):
-        # a flag without a value of its own has no default worth printing
-        if action.default is None or action.default is False or action.default in ("", [], {}):
-            return action.help
-        return super()._get_help_string(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -95,35 +70,17 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, doc, **kwargs):
         kwargs |= dict(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False)
-        kwargs |= dict(formatter_class=HelpFormatter)
-        super().__init__(**kwargs)
+        super().__init__(**kwargs, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        raise Refused(f"{message} (see {shlex.join(script())} --help)")
+        raise Refused(f"{message} (--help shows the flags)")
 
 
-def number(kind, low, high):
-    """A type for argparse: an int or a float, whatever `kind` is, from low to high."""
-
-    def parse(text):
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be at least {low} and at most {high:,}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse's word for what it cannot read
-    return parse
-
-
-def path(text):
-    """A type for argparse: a Path that has a name."""
-    if not text:
-        raise argparse.ArgumentTypeError("must have a name")
-    return Path(text)
-
-
-positive_int = number(int, 1, 10**15)
-seed_int = number(int, 0, 2**63 - 1)
+def positive_int(text):
+    """A type for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def add_device_flag(parser):
@@ -137,8 +94,7 @@ def add_device_flag(parser):
 
 
 def make_folder(path):
-    with file_errors():
-        Path(path).mkdir(parents=True, exist_ok=True)
+    Path(path).mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise Refused(f"{path} cannot be written to")
     return Path(path)
@@ -150,8 +106,7 @@ def lock(folder):
     Within it no other process writes to a folder, and what a killed one left half written is gone.
     Refused where another has the lock, which the system frees however that process ends.
     """
-    with file_errors():
-        fd = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,8 +137,7 @@ def write_atomically(path, write):
         disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own
         if isinstance(disk, OSError):
             why = disk.strerror or disk
-            kept = "what it held before is untouched"
-            raise Refused(f"{path} could not be written ({why}); {kept}") from None
+            raise Refused(f"{path} could not be written ({why}); it is what it was") from None
         raise
 
 
@@ -196,12 +150,10 @@ def write_json(path, content):
 
 
 def read_json(path, kind=dict):
-    """A json object (or with kind=list a list). Refused where there is none or it is damaged."""
+    """A json object (or with kind=list a list). Refused where it is damaged."""
     try:
-        with file_errors():
-            content = Path(path).read_bytes()
-        content = json.loads(content.decode())
-    except (ValueError, RecursionError) as e:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError as e:
         raise Refused(f"{path} is damaged: it is not JSON ({e})") from None
     if not isinstance(content, kind):
         raise Refused(f"{path} is damaged: it is not the JSON that was written there")
@@ -214,6 +166,15 @@ def file_sha256(path):
 
 
 # --- devices, and the processes that torchrun starts
+
+# in bf16, dense, in FLOP/s, as the makers say; by a part of the card's name
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
+PEAK_FLOPS |= {"H200 NVL": 835e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "3090": 71e12}
+
+
+def peak_flops(hardware):
+    """FLOP/s of a card at its best, or None where it is not known."""
+    return next((peak for card, peak in PEAK_FLOPS.items() if card in hardware), None)
 
 
 def autocast(device):
@@ -231,23 +192,15 @@ def init_distributed(device):
     takes an accelerator of its own or shares the CPU, and all but the first stop printing. Refused
     for a device that is not there.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    known = ["cpu", accelerator.type] if accelerator else ["cpu"]
-    if device.split(":")[0] not in known:
-        raise Refused(f"--device must be {' or '.join(known)} on this machine, not {device}")
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    if world > 1 and not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        raise Refused(f"WORLD_SIZE is {world}, but torchrun has not started this process")
-    if world > 1 and device != "cpu":
-        if device == "mps" or ":" in device:
-            raise Refused(f"several processes cannot share --device {device}")
-        device = f"{device}:{os.environ.get('LOCAL_RANK', 0)}"
+    several = dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+    if several and device != "cpu":
+        device = f"{device}:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as e:
         reason = str(e).splitlines()[0]
         raise Refused(f"--device {device} cannot be used here: {reason}") from None
-    if world > 1 and not dist.is_initialized():
+    if several and not dist.is_initialized():
         backend = "cpu:gloo"  # sums of results are on the CPU, gradients on the device
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index)
@@ -278,11 +231,6 @@ def all_reduce_sum(tensor):
 # --- where a result comes from
 
 
-def code_hashes():
-    """The code of the model: {file: the start of its sha256}."""
-    return {name: file_sha256(ROOT / name)[:16] for name in ("fope.py", "baselines.py", "model.py")}
-
-
 def git_commit():
     """
     The commit that the code is at, "-dirty" with uncommitted changes to anything but results/,
@@ -293,13 +241,11 @@ def git_commit():
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
 
     try:
-        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-        changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode
+        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip() or "unknown"
+        changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode == 1
     except OSError:
         return "unknown"
-    if not commit:
-        return "unknown"
-    return f"{commit}-dirty" if changed else commit
+    return commit + "-dirty" * changed
 
 
 def provenance(device):
@@ -315,14 +261,7 @@ def provenance(device):
     return {"commit": git_commit(), "hardware": hardware, "software": software}
 
 
-def script():
-    """What this process runs, as one would type it in the project's folder."""
-    path, module = Path(sys.argv[0]).resolve(), sys.modules["__main__"].__spec__
-    if module:  # python -m
-        return ["python", "-m", module.name.removesuffix(".__main__")]
-    return ["python", str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name)]
-
-
 def command():
-    """How this process was started."""
-    return shlex.join([*script(), *sys.argv[1:]])
+    """How this script was started, as one would type it in the project's folder."""
+    script = os.path.relpath(sys.argv[0], ROOT)
+    return shlex.join(["python", script, *sys.argv[1:]])

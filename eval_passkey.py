@@ -11,7 +11,7 @@ task of data.TASKS in the same way.
 
 import common
 import evaluation
-from common import positive_int, seed_int
+from common import positive_int
 from data import TASKS, load_tokenizer
 
 
@@ -21,13 +21,13 @@ def main(argv=None):
     add("--task", choices=TASKS, help="without it the one trained on, or else passkey")
     add("--trials", type=positive_int, help="trials per length; else the recipe's")
     add("--generate", action="store_true", help="decode token by token instead of in one pass")
-    add("--seed", type=seed_int, help="of the trials; else the run's")
+    add("--seed", type=int, help="of the trials; else the run's")
     args = parser.parse_args(argv)
     asked = dict(lengths=args.lengths, trials=args.trials)
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
-    evaluation.result_file(args, name, recipe)
+    out = evaluation.result_file(args, name)
     task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
     seed = recipe.seed if args.seed is None else args.seed
     how = recipe.trials, seed, args.generate, common.rank() == 0
@@ -37,7 +37,6 @@ def main(argv=None):
 
     measured = evaluation.evaluate_lengths(model, evaluate)
     about = dict(kind=name, label=args.label, **trained, trial_seed=seed, generate=args.generate)
-    out = evaluation.result_file(args, name, recipe)  # another's may be there by now
     evaluation.write_result(out, model, about, measured)
 
 

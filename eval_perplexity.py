@@ -15,9 +15,8 @@ divide the longest leaves out the end of each.
 
 import common
 import evaluation
-from checkpoint import read_log
 from common import Refused, positive_int
-from data import TokenData, bytes_of_tokens, load_tokenizer
+from data import TokenData, load_tokenizer
 from recipe import parse_lengths
 
 
@@ -30,13 +29,13 @@ def main(argv=None):
     asked = dict(lengths=args.lengths, read_tokens=args.max_tokens)
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
-    evaluation.result_file(args, "perplexity", recipe)
-    data = TokenData(recipe.data if args.data is None else args.data, "val")
-    if data.tokenizer_id() != recipe.tokenizer:
+    data = TokenData(args.data or recipe.data, "val")
+    out = evaluation.result_file(args, "perplexity", data.folder.name if args.data else "")
+    if data.tokenizer_id != recipe.tokenizer:
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
-        held = f"{data.folder} holds tokens of {data.tokenizer_id()}"
+        held = f"{data.folder} holds tokens of {data.tokenizer_id}"
         raise Refused(f"{was}, {held}: their losses cannot be compared")
-    if args.data is None and data.sha256("train") != trained["trained_on"]:
+    if not args.data and data.sha256("train") != trained["trained_on"]:
         what = f"{data.folder} was prepared anew, {args.run} may have read what is for validation"
         raise Refused(f"{what} there now; --data {data.folder} reads it all the same")
 
@@ -48,23 +47,16 @@ def main(argv=None):
         raise Refused(f"{too_few} of {lengths[0]:,}")
     longest = max(n for n in lengths if n < n_tokens)
     tokens = evaluation.spread_windows(data, longest, (n_tokens - 1) // longest)
-    token_bytes = bytes_of_tokens(load_tokenizer(recipe.tokenizer, args.run))
+    token_bytes = evaluation.bytes_of_tokens(load_tokenizer(recipe.tokenizer, args.run))
 
     def evaluate(length):
         if length > longest:
             raise Refused(too_few)
-        losses = evaluation.window_loss(model, tokens, length, show=common.rank() == 0)
-        _, targets = evaluation.cut(tokens, length)
-        return evaluation.text_row(losses, targets.size, int(token_bytes[targets].sum()))
+        return evaluation.text_row(model, tokens, length, token_bytes, common.rank() == 0)
 
     measured = evaluation.evaluate_lengths(model, evaluate)
     about = dict(kind="perplexity", label=args.label, **trained)
     about |= dict(data=str(data.folder), data_sha256=data.sha256())
-    log = read_log(args.run)
-    halfway = log[len(log) // 2] if log else {}
-    about["speed"] = {k: halfway[k] for k in ("tokens_per_s", "mfu", "peak_gb") if k in halfway}
-    about["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
-    out = evaluation.result_file(args, "perplexity", recipe)  # another's may be there by now
     evaluation.write_result(out, model, about, measured)
 
 

@@ -1,6 +1,6 @@
 """
-What is measured: the loss of windows of text, the accuracy of a task, and the loop over lengths.
-eval_perplexity.py and eval_passkey.py are the command lines.
+What is measured, of windows of text and of a task, and what both command lines share:
+eval_perplexity.py and eval_passkey.py.
 """
 
 import math
@@ -16,17 +16,10 @@ from tqdm import tqdm
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from recipe import MAY_CHANGE, Keywords, parse_lengths, recipe_fields
+from data import batch_rows, cut, window_loss
+from recipe import Keywords, parse_lengths
 
 DEPTH_BINS = 10
-
-
-def batch_rows(device, length):
-    """How many windows of `length` tokens are read at once: on a CPU what stays in its cache."""
-    return max(1, (2048 if device.type == "cpu" else 8192) // length)
-
-
-# --- text
 
 
 def spread_windows(data, length, n):
@@ -37,49 +30,28 @@ def spread_windows(data, length, n):
     return np.stack([data.read(int(start), length + 1) for start in starts])
 
 
-def cut(tokens, length):
-    """
-    (inputs, targets), (n, length) each, of `tokens`, (S + 1,) or N such rows (N, S + 1), in
-    non-overlapping windows: whole ones, of `length` inputs and the target of the last.
-    """
-    tokens = np.atleast_2d(tokens)
-    end = (tokens.shape[1] - 1) // length * length
-    return tokens[:, :end].reshape(-1, length), tokens[:, 1 : end + 1].reshape(-1, length)
+def bytes_of_tokens(encoding):
+    """The length in bytes of each token: (n_vocab,) int64. The end of text has none."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token_bytes, token in encoding._mergeable_ranks.items():
+        lengths[token] = len(token_bytes)
+    return lengths
 
 
-@torch.no_grad()
-def window_loss(model, tokens, length, show=False):
+def text_row(model, tokens, length, token_bytes, show=False):
     """
-    The loss in nats of `tokens`, int64, as cut() makes windows of them: (windows, length) fp64. Its
-    mean is the loss per token. show: a progress bar.
+    What a result says of text at one length, tokens as window_loss takes them, and the bytes of
+    each token: nats per token, perplexity, and bits per byte, in which all tokenizers can be
+    compared; then the loss along the window, in at most 128 bins, and that of each window.
     """
-    inputs, targets = cut(tokens, length)
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
-    losses = torch.zeros(inputs.shape, dtype=torch.float64)  # on the CPU: not every GPU has fp64
-    n_rows, world = batch_rows(device, length), common.world_size()
-    starts = range(common.rank() * n_rows, len(inputs), world * n_rows)
-    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
-        x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
-        with common.autocast(device):
-            losses[i : i + n_rows] = model(x, y, reduction="none").cpu()
-    model.train(was_training)
-    return common.all_reduce_sum(losses).numpy()  # each process has its own windows
-
-
-def text_row(losses, n_tokens, n_bytes):
-    """
-    What a result says of text at one length, from window_loss and the size of what was scored:
-    nats per token, perplexity, and bits per byte, in which all tokenizers can be compared; then the
-    loss along the window, in at most 128 bins, and that of each window.
-    """
-    loss = float(losses.mean())
+    losses, (_, targets) = window_loss(model, tokens, length, show), cut(tokens, length)
+    loss, n_bytes = float(losses.mean()), int(token_bytes[targets].sum())
     bins = np.array_split(losses.mean(axis=0), min(128, losses.shape[1]))
     return {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "bits_per_byte": loss * n_tokens / n_bytes / math.log(2),
-        "tokens": n_tokens,
+        "bits_per_byte": loss * targets.size / n_bytes / math.log(2),
+        "tokens": targets.size,
         "by_position": [round(float(b.mean()), 4) for b in bins],
         "by_window": losses.mean(axis=1).round(4).tolist(),
     }
@@ -166,7 +138,7 @@ def wilson_interval(successes, n, z=1.959964):
 def evaluation_parser(doc):
     parser = common.ArgumentParser(doc)
     add = parser.add_argument
-    add("run", help="the --out folder of a training run")
+    add("run", type=Path, help="the --out folder of a training run")
     add("--lengths", help="such as 1x,4x of the training length, or 128,256; else the recipe's")
     add("--out", type=Path, help="the json file; without it beside the checkpoint")
     add("--label", help="the model's name in figures and tables, if not its embedding's")
@@ -197,33 +169,25 @@ def load_for_evaluation(args, **asked):
         model = with_pos(model, config)
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
-    trained = {"trained_on": about.get("data_sha256"), "step": state["step"]}
+    log = state.get("log", [])
+    trained = {"run": str(args.run), "trained_on": about["data_sha256"], "step": state["step"]}
+    trained["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
+    halfway = log[len(log) // 2] if log else {}
+    names = ("tokens_per_s", "mfu", "peak_gb")
+    trained["speed"] = {name: halfway[name] for name in names if name in halfway}
     return model.to(device), trained
 
 
-def result_file(args, kind, recipe):
+def result_file(args, kind, name=""):
     """
-    Where the result goes, checked now and not after the work: it may replace one of the same kind
-    and model alone.
+    Where the result goes, RUN/KIND.json or RUN/KIND_NAME.json if not to --out: known now and not
+    after the work. It may replace one of the same kind and run alone.
     """
-    out = args.out or Path(args.run) / f"{kind}.json"
+    out = args.out or args.run / f"{'_'.join(filter(None, (kind, name)))}.json"
     if out.exists():
-        try:
-            old = common.read_json(out) if out.is_file() else None  # a pipe would have no end
-            was, old_fields, _ = old["kind"], recipe_fields(old), old["lengths"]
-        except (Refused, AttributeError, KeyError, TypeError, ValueError):
-            raise Refused(f"--out {out} is there already and is no result") from None
-        now = asdict(recipe)
-        fixed = {name: v for name, v in old_fields.items() if name not in MAY_CHANGE}
-        if kind == "perplexity":
-            now["data"] = str(Path(args.data or recipe.data))
-            fixed["data"] = old.get("data", now["data"])
-        differs = [
-            f"{name} {value}" for name, value in fixed.items() if now.get(name, value) != value
-        ]
-        if was != kind or differs:
-            what = ", ".join([was, *differs])
-            raise Refused(f"--out {out} holds another result ({what}); give another name")
+        old = common.read_json(out)
+        if old.get("kind") != kind or old.get("run", str(args.run)) != str(args.run):
+            raise Refused(f"--out {out} holds something else; give another name")
     common.make_folder(out.parent)
     return out
 
@@ -239,13 +203,11 @@ def evaluate_lengths(model, evaluate):
     for length in parse_lengths(model.config.lengths, train_len):
         try:
             row = evaluate(length)
-        except Refused as e:
-            skipped[length] = str(e)
-        except (MemoryError, RuntimeError) as e:
-            if common.world_size() > 1 or not common.is_out_of_memory(e):
+        except (Refused, MemoryError, RuntimeError) as e:
+            no_memory = common.is_out_of_memory(e) and common.world_size() == 1
+            if not isinstance(e, Refused) and not no_memory:
                 raise  # of several processes one cannot skip alone
-            skipped[length] = "out of memory"
-        if length in skipped:
+            skipped[length] = "out of memory" if no_memory else str(e)
             print(f"length {length:,} is skipped: {skipped[length]}", file=sys.stderr)
             continue
         shown = {k: v for k, v in row.items() if isinstance(v, int | float)}

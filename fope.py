@@ -15,8 +15,9 @@ An embedding is one nn.Module with three methods. The third is for readers and t
     scores(q, k)                  # the (B, n_head, T, T) logits of q and k that are NOT rotated
                                   # yet, before mask and softmax: the formula itself, slow
 
-To add one: write a class, and its name into POSITION_EMBEDDINGS, as baselines.py does with the
-paper's other baselines. What a class does not take, it says by an assert: scripts show its message.
+To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
+into POSITION_EMBEDDINGS, as baselines.py does with the paper's other baselines. What a class does
+not take, it says by an assert: scripts show its message.
 
 Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
 """
@@ -280,7 +281,7 @@ class FoPE(RoPE):
     heads share one, as the queries of a key head do in a grouped model.
 
     The equations' logit is one series in i - j. Code turns q and k each, so the logit is a product
-    of two series and, with noise, depends on i and j. FoPERelative in baselines.py is the
+    of two series and, with noise, depends on i and j. FoPERelative in paper/readings.py is the
     equations' own.
     """
 

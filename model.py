@@ -11,6 +11,7 @@ maximum length: train_len is only what the embedding is told, and any T can be r
 """
 
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +27,33 @@ NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 # --- what a model is
 
 
+def option(default, meaning=""):
+    """A dataclass field: its default, or dict for an empty one, and what it means, for --help."""
+    how = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**how, metadata={"help": meaning})
+
+
 @dataclass
 class GPTConfig:
-    pos: str = "fope"  # the position embedding
-    pos_args: dict = field(default_factory=dict)  # its keywords, such as variant=paper sigma=0.4
-    rope_scaling: dict | None = None  # slower frequencies, such as kind=yarn factor=16
-    train_len: int = 512  # tokens of a training sequence
-    vocab_size: int = 50257
-    n_layer: int = 8
-    n_head: int = 8
-    head_dim: int = 64  # n_head * head_dim need not be n_embd
-    n_embd: int = 512
-    theta: float = 10000.0  # of RoPE's frequencies theta^(-2m/head_dim)
-    init_std: float = 0.02  # of all weight matrices, normal, cut off at three times this
-    qk_norm: bool = False  # queries and keys to mean 0, variance 1 before the rotation (Table 2)
-    seed: int = 0  # of the weights, the embedding's random coefficients, the order of the data
+    pos: str = option("fope", "the position embedding, or one of your own, as mine.Class")
+    pos_args: dict = option(dict, "its keywords, such as variant=paper sigma=0.4")
+    rope_scaling: dict | None = option(None, "slower frequencies, such as kind=yarn factor=16")
+    train_len: int = option(512, "tokens of a training sequence")
+    vocab_size: int = option(50257)
+    n_layer: int = option(8)
+    n_head: int = option(8)
+    head_dim: int = option(64, "n_head * head_dim need not be n_embd")
+    n_embd: int = option(512)
+    theta: float = option(10000.0, "of RoPE's frequencies theta^(-2m/head_dim)")
+    init_std: float = option(0.02, "of all weight matrices, normal, cut off at three times this")
+    qk_norm: bool = option(False, "queries and keys to mean 0, variance 1 before the rotation")
+    seed: int = option(0, "of the weights, the random coefficients, the order of the data")
+
+
+def embedding_class(pos):
+    """That of a name in POSITION_EMBEDDINGS, or of a file of one's own, as mine.Class."""
+    module, _, name = pos.rpartition(".")
+    return getattr(import_module(module), name) if module else POSITION_EMBEDDINGS[pos]
 
 
 def make_pos(config):
@@ -49,7 +62,7 @@ def make_pos(config):
     kwargs = dict(**shape, n_head=config.n_head, train_len=config.train_len)
     if config.rope_scaling:
         kwargs |= rope_scaling(**config.rope_scaling, **shape)
-    return POSITION_EMBEDDINGS[config.pos](**kwargs, **config.pos_args)
+    return embedding_class(config.pos)(**kwargs, **config.pos_args)
 
 
 # --- the network

@@ -10,7 +10,7 @@ import torch
 
 import common
 from checkpoint import load_run
-from common import Refused, number, positive_int, seed_int
+from common import Refused, positive_int
 from data import load_tokenizer
 
 
@@ -19,10 +19,10 @@ def main(argv=None):
     add = parser.add_argument
     add("run", help="the --out folder of a training run")
     add("--prompt", default="\n", help="the text to go on with")
-    add("--max_new_tokens", type=positive_int, default=200)
-    add("--temperature", type=number(float, 0, 100), default=0.8, help="0: the likeliest token")
+    add("--max_new_tokens", type=positive_int, default=200, help="%(default)s")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
-    add("--seed", type=seed_int, default=0, help="of the draws")
+    add("--seed", type=int, default=0, help="of the draws")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
     device = common.init_distributed(args.device)

@@ -223,10 +223,10 @@ TABLE2 += with_changes(TABLE2, "qk", "{} + QK-norm", qk_norm=True)
 PARTS = (*PAIR, CF, FS_MATCHED, *with_changes(PAIR, "qk", "{} + QK-norm", qk_norm=True))
 PARTS += plain("kerple")
 # a product of two series holds the noise twice, the series on the score once: sqrt(2) * 0.3
-ON_THE_SCORE = dict(pos="fope_relative", pos_args=dict(sigma=0.4243))
+ON_THE_SCORE = dict(pos="paper.readings.FoPERelative", pos_args=dict(sigma=0.4243))
 READINGS = (
     *PAIR,
-    Model("fope_shared", dict(pos="fope_shared"), "FoPE, one draw for cos and sin"),
+    Model("fope_shared", dict(pos="paper.readings.FoPEShared"), "FoPE, one draw for cos and sin"),
     Model("fope_relative", ON_THE_SCORE, "FoPE, series on the score"),
 )
 # What is enough? Keys of five; text of these and of more, but where figure1 and parts have it.
