@@ -197,26 +197,24 @@ def clean(text, is_book, join_lines):
 FEW_TEXTS = 20
 
 
-def split_documents(sources, join_lines):
+def split_documents(files, val_frac, join_lines):
     """
-    (split, text) of every non-empty document of these (files, share for validation), in order.
-    Documents go whole to one split, but up to FEW_TEXTS text files have too few: of each the end
-    is for validation.
+    (split, text) of every non-empty document of these files, in order. Documents go whole to one
+    split, but up to FEW_TEXTS text files have too few: of each the end is for validation.
     """
-    for files, val_frac in sources:
-        few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
-        for path in files:
-            for text in read_documents(path):
-                text = clean(text, is_text(path), join_lines)
-                if text.strip() and few:
-                    # from a line's end: at least 5,000 characters, some windows, at most half
-                    n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
-                    at = len(text) - n
-                    at = text.find("\n", at, at + n // 2) + 1 or at
-                    yield "train", text[:at]
-                    yield "val", text[at:]
-                elif text.strip():
-                    yield "val" if is_validation(text, val_frac) else "train", text
+    few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
+    for path in files:
+        texts = (clean(text, is_text(path), join_lines) for text in read_documents(path))
+        for text in filter(str.strip, texts):
+            if few:
+                # from a line's end: at least 5,000 characters, some windows, but at most half
+                n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
+                at = len(text) - n
+                at = text.find("\n", at, at + n // 2) + 1 or at
+                yield "train", text[:at]
+                yield "val", text[at:]
+            else:
+                yield "val" if is_validation(text, val_frac) else "train", text
 
 
 def is_validation(text, val_frac):
@@ -402,6 +400,10 @@ def main(argv=None):
 
 
 def prepare(args, sources, tokenizer, tokenizer_folder, meta):
+    def documents():
+        for files, val_frac in sources:
+            yield from split_documents(files, val_frac, args.unwrap)
+
     is_bpe, ranks = tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
     if is_bpe and tokenizer_folder:
         with common.file_errors():
@@ -409,14 +411,14 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         common.write_atomically(ranks, lambda f: f.write(content))
     elif is_bpe and not meta["shards"]:
         print(f"training the tokenizer {tokenizer}")
-        train_bpe(split_documents(sources, args.unwrap), int(tokenizer[4:]), ranks)
+        train_bpe(documents(), int(tokenizer[4:]), ranks)
     encoding = data.load_tokenizer(tokenizer, args.out)
     meta |= dict(tokenizer=encoding.name, vocab_size=encoding.n_vocab, eot=encoding.eot_token)
     if is_bpe:
         meta["tokenizer_sha256"] = common.file_sha256(ranks)
     if meta["shards"]:
         print(f"continuing after {len(meta['shards'])} finished shards")
-    total = write_shards(args, split_documents(sources, args.unwrap), encoding, meta)
+    total = write_shards(args, documents(), encoding, meta)
     if not meta["shards"]:
         raise Refused(f"there is no text in {' '.join(args.source)}")
     (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done

@@ -196,7 +196,7 @@ def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
     lines = json_lines(tmp_path / "a.jsonl.gz", ["x" * 1000] * 8)
     with gzip.open(lines, "at") as f:
         f.write("damaged, but never reached")
-    documents = split_documents([([lines], 0.0)], False)
+    documents = split_documents([lines], 0.0, False)
     prepare_data.train_bpe(documents, 258, tmp_path / "tokenizer.tiktoken")
     assert next(documents)[1] == "x" * 1000, "it has read five of the eight documents"
     assert len((tmp_path / "tokenizer.tiktoken").read_text().splitlines()) == 257
@@ -413,9 +413,8 @@ def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path, name, end):
     text = (prose + verse).replace("\n", end)
     text = json.dumps({"text": text}) if name == "a.jsonl" else text
     (tmp_path / name).write_bytes(text.encode())
-    sources = [([tmp_path / name], 0.0)]
-    assert list(split_documents(sources, True)) == [("train", joined + verse)]
-    assert list(split_documents(sources, False)) == [("train", prose + verse)]
+    for unwrap, expected in ((True, joined + verse), (False, prose + verse)):
+        assert list(split_documents([tmp_path / name], 0.0, unwrap)) == [("train", expected)]
 
 
 def test_other_text_is_left_alone():
