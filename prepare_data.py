@@ -380,7 +380,7 @@ def main(argv=None):
         folder = Path(tokenizer)
         tokenizer = data.tokenizer_id(common.read_json(folder / "meta.json"))
     elif tokenizer:
-        data.vocab_size_of(tokenizer)  # refuses an unknown one
+        vocab_size_of(tokenizer)  # refuses an unknown one
     sources, name = find_sources(args), " ".join(args.source)
     files = sources[0][0]
     if not tokenizer:
@@ -399,6 +399,18 @@ def main(argv=None):
             prepare(args, sources, tokenizer, folder, meta)
 
 
+def vocab_size_of(name):
+    """How many tokens a tokenizer has, the end of text included. Refused for an unknown name."""
+    if name in ("gpt2", "byte"):
+        return {"gpt2": 50257, "byte": 257}[name]
+    match = re.fullmatch(r"bpe:([1-9][0-9]*)", name)
+    if not match:
+        raise Refused(f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N (such as bpe:2048)")
+    if not 258 <= int(match[1]) <= 65536:
+        raise Refused(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
+    return int(match[1])
+
+
 def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     def documents():
         for files, val_frac in sources:
@@ -406,8 +418,7 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
 
     is_bpe, ranks = tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
     if is_bpe and tokenizer_folder:
-        with common.file_errors():
-            content = (tokenizer_folder / ranks.name).read_bytes()
+        content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
     elif is_bpe and not meta["shards"]:
         print(f"training the tokenizer {tokenizer}")

@@ -20,6 +20,10 @@ import prepare_data  # noqa: E402
 import train  # noqa: E402
 from baselines import POSITION_EMBEDDINGS, rope_scaling  # noqa: E402
 from common import one_sentence_errors  # noqa: E402
+from paper import readings  # noqa: E402
+
+# as --pos paper.readings.FoPEShared would find them
+POSITION_EMBEDDINGS |= {"fope_shared": readings.FoPEShared, "fope_relative": readings.FoPERelative}
 
 torch.set_num_threads(1)  # small tensors are faster on one, and a busy machine slows two down
 

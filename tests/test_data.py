@@ -23,13 +23,18 @@ from data import (
     Batches,
     Passkey,
     TokenData,
-    bytes_of_tokens,
     load_tokenizer,
     read_shard,
-    vocab_size_of,
     write_shard,
 )
-from prepare_data import is_validation, read_documents, split_documents, strip_gutenberg
+from evaluation import bytes_of_tokens
+from prepare_data import (
+    is_validation,
+    read_documents,
+    split_documents,
+    strip_gutenberg,
+    vocab_size_of,
+)
 
 REAL_C4 = ROOT.parent / "shared" / "data" / "c4" / "c4-sample.00000-of-00001.json.gz"
 
