@@ -350,6 +350,8 @@ def parse_args(argv):
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
+    if "" in args.source or args.out == Path():  # "$FOLDER", which is not set
+        raise Refused("--source and --out must have a name")
     if not 0 <= args.val_frac <= 1:
         raise Refused("--val_frac must be at least 0 and at most 1")
     within = {args.out.resolve(), *args.out.resolve().parents}

@@ -482,6 +482,7 @@ def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
         (["--source", "EMPTY.txt"], "EMPTY.txt"),
         (["--source", "FOLDER"], "FOLDER"),
         (["--source", "nowhere"], "nowhere"),
+        (["--source", ""], "--source"),
         (["--source", "c4", "a.txt"], "c4"),
         (["--source", "picture.png"], "picture.png"),
         (["--source", "a.txt", "--tokenizer", "bert"], "bert"),
