@@ -1,5 +1,6 @@
-"""The links, tables, numbers and commands of README and report are those of the project."""
+"""The numbers, tables, links and commands of README, report and pages are those of the project."""
 
+import functools
 import json
 import re
 import subprocess
@@ -11,307 +12,230 @@ from conftest import ROOT
 
 from paper import results, tables
 
-TEXTS = ["README.md", "results/README.md", "results/mechanism/README.md", "assignments/README.md"]
+README, REPORT, ARGUMENTS = "README.md", "results/README.md", "results/mechanism/README.md"
+COURSE, PAGE = "assignments/README.md", "docs/index.html"
+TEXTS = [README, REPORT, ARGUMENTS, COURSE]
+LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
+FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
 
 
+@functools.cache
 def read(text):
     return (ROOT / text).read_text(encoding="utf-8")
 
 
-def test_links_to_lines_show_the_code_they_quote():
-    links = re.findall(r"\[(\w+\.py):(\d+)\]\((\w+\.py)#L(\d+)\) `([^`]+)`", read("README.md"))
-    assert len(links) >= 5
-    for shown_file, shown_line, file, line, code in links:
-        assert (shown_file, shown_line) == (file, line)
-        assert code in read(file).splitlines()[int(line) - 1], f"{file}:{line} is not `{code}`"
+# --- what the json files give
 
 
-@pytest.mark.parametrize("text", [*TEXTS[:2], "docs/index.html", "results/TABLES.md"])
+@functools.cache
+def found(figure):
+    return results.load_results([ROOT / "results" / f"{figure}.json"])
+
+
+def values(figure, label, name="loss", lengths=(512, 8192), kind="perplexity"):
+    """One number: (seeds, lengths), by seed."""
+    rows = sorted(found(figure)[kind][label], key=results.seed_of)
+    return np.array([[row["lengths"][n][name] for n in lengths] for row in rows])
+
+
+def removed(label, of="RoPE", to=8192, figure="parts", kind="perplexity"):
+    """The share of the rise of `of` that it has not, in %, for each seed."""
+    own, whole = (np.diff(values(figure, la, "loss", (512, to), kind)) for la in (label, of))
+    return 100 * (1 - own / whole)[:, 0]
+
+
+def keys(figure, label, name="accuracy"):
+    """Whole passkeys found (token_accuracy: digits) at LENGTHS."""
+    kind = "passkey_anywhere" if figure == "anywhere" else "passkey"
+    return [f"{share:.0%}" for share in values(figure, label, name, LENGTHS, kind).mean(axis=0)]
+
+
+def rise(figure, label, name="perplexity", digits=1):
+    near, far = values(figure, label, name).mean(axis=0)
+    return f"{near:.{digits}f}", f"{far:.{digits}f}"
+
+
+def percent(shares):
+    return f"{np.mean(shares):.0f}%"
+
+
+def plus(differences, digits=0):
+    return f"{differences.mean():.{digits}f} ± {results.half_interval(differences):.{digits}f}"
+
+
+def span(values):
+    return f"{min(values):.0f} to {max(values):.0f}"
+
+
+# --- and where the texts say it
+
+
+def sentences():
+    """(text, words and numbers ...), which stand in the text in this order, near each other."""
+    whole, floor, series = (percent(removed(label)) for label in ("FoPE", FLOOR, SERIES))
+    with_norm, found_by = removed("FoPE" + NORM, of="RoPE" + NORM), found("parts")["passkey"]
+    digits = {label: keys("parts", label, "token_accuracy")[1:] for label in found_by}
+    far = (digits[label][3] for label in (FLOOR, "FoPE", SERIES, "RoPE"))
+    far = "floor {}, FoPE {}, series {}, RoPE {}".format(*far).replace("%", " %")
+    yield PAGE, far
+
+    # the paper's smallest model
+    rises, shares, price, price_5M = [], [], [], []
+    for kind in ("perplexity on books", "perplexity on c4"):
+        how = ("perplexity", (512, 8192), kind)
+        at = [values("figure5_20M_cpu", pos, *how) for pos in RIVALS]
+        at_5M = [values("figure5_20M_cpu_5M", pos, *how) for pos in RIVALS]
+        rises += [span(100 * (ppl[:, 1] / ppl[:, 0] - 1)) for ppl in at]
+        shares += [*removed("FoPE", figure="figure5_20M_cpu", kind=kind)]
+        price += [*100 * (at[1] / at[0] - 1)[:, 0]]
+        price_5M += [*100 * (at_5M[1] / at_5M[0] - 1)[:, 0]]
+    yield REPORT, "rises by", rises[0], rises[2], "FoPE's", rises[1], rises[3], span(shares)
+    yield REPORT, "at 1x", span(price), "after 5M tokens", percent(price_5M)
+    price = "9.4M parameters", span(price)
+
+    # what was found
+    rope, fope = rise("figure1", "RoPE"), rise("figure1", "FoPE")
+    yield README, "RoPE's perplexity", *rope, "FoPE's", *fope, whole, "pieces", rope[0], *price
+    yield README, "Alone", floor, "series alone", series, far
+    yield README, "(QK-norm)", *(rise("parts", pos + NORM)[1] for pos in RIVALS)
+    losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
+    yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm), *price
+    yield REPORT, "Alone", floor, whole, "series alone", series, far
+    parts = [rise("parts", label) for label in ("RoPE", FLOOR, SERIES, "FoPE")]
+    yield COURSE, "RoPE", *parts[0], "floor", *parts[1], "series", *parts[2], "both", *parts[3]
+
+    # text
+    pieces, each = rise("figure1", "RoPE", digits=2, name="loss")[0], removed("FoPE")
+    above = (values("figure1_all", "RoPE-A") - values("figure1_all", "RoPE"))[:, 1].mean()
+    yield REPORT, plus(each), span(each), "pieces", pieces, "RoPE-A", f"{above:.2f} nats above"
+    nope, fire = (rise("figure1_all", label, "loss", 2) for label in ("NoPE", "FIRE"))
+    yield REPORT, "NoPE", nope[0], "FIRE", *fire
+    more = each - removed(FLOOR)
+    most = f"{more.mean() + results.half_interval(more):.0f}%"
+    yield REPORT, "floor alone", plus(removed(FLOOR)), plus(each), "at most", most
+    near = [plus(removed(SERIES, to=to)) for to in (2048, 4096)]
+    yield REPORT, "series alone", plus(removed(SERIES)), "2048 and 4096", *near
+    yield REPORT, "QK-norm", plus(removed("RoPE" + NORM)), "in both", plus(with_norm)
+    for figure, sign, words in (("figure4_quarter", -1, "nats ahead"), ("figure4", 1, "behind")):
+        gap = values(figure, "RoPE to FoPE") - values(figure, "RoPE to RoPE + YaRN x16")
+        yield REPORT, plus(sign * gap[:, 1], 2), words
+
+    # passkeys
+    rope, fope = keys("figure1", "RoPE"), keys("figure1", "FoPE")
+    yield README, "At 2048", fope[2], "4096", fope[3], "RoPE", rope[2]
+    yield REPORT, "four times", fope[2], "RoPE", rope[2], "sixteen times", fope[4]
+    at_4096 = 100 * values("figure1", "FoPE", "accuracy", [4096], "passkey").ravel()
+    yield REPORT, "at 4096 it finds from", span(at_4096)
+    some = keys("anywhere", "FoPE", "token_accuracy")
+    yield REPORT, "FoPE finds", *keys("anywhere", "FoPE")[1:], *some[3:], "digits"
+    yield REPORT, "RoPE finds", keys("anywhere", "RoPE")[1], "at 1024"
+    yield REPORT, "floor alone finds", *digits[FLOOR], "FoPE", *digits["FoPE"]
+    yield REPORT, "series alone finds", *digits[SERIES], "RoPE", *digits["RoPE"]
+    yield REPORT, "FoPE finds", *digits["FoPE" + NORM], "RoPE", *digits["RoPE" + NORM]
+    how = ("token_accuracy", LENGTHS[1:], "passkey")
+    hidden = results.half_interval(values("parts", FLOOR, *how) - values("parts", "FoPE", *how))
+    yield REPORT, "one of", span(100 * hidden), "points could hide"
+    for name, length in (("accuracy", 1024), ("token_accuracy", 8192)):
+        shares = [values("pilot_512", pos, name, [length], "passkey") for pos in RIVALS]
+        yield REPORT, "RoPE", *(f"{share:.0%}" for share in np.ravel(shares))
+    at_512 = [values("figure1", pos, "accuracy", [512], "passkey") for pos in (*RIVALS, "ALiBi")]
+    learned = [str((shares >= 0.95).sum()) for shares in at_512]
+    yield REPORT, "RoPE misses", learned[0], "of 10", "FoPE", learned[1], "ALiBi", learned[2]
+
+    row = json.loads(read("results/mechanism/attention_row.json"))
+    beyond = row["train_len"] // row["step"]
+    shares = [f"{sum(rows[-1][beyond:]):.0%}" for rows in row["rows"].values()]
+    yield ARGUMENTS, "RoPE's last layer", shares[0], "FoPE's", shares[1], "ALiBi's", shares[3]
+
+
+def test_numbers_of_the_texts_are_those_of_the_json_files():
+    stale = []
+    for text, *words in sentences():
+        # "33 %" may stand in a list: "33, 20 and 10 %"
+        parts = [rf"(?<![\d.]){re.escape(word.removesuffix('%'))}(?!\d)" for word in words]
+        if not re.search(".{1,80}?".join(parts), " ".join(read(text).split())):
+            stale.append(f"{text} should say: {' ... '.join(words)}")
+    assert not stale, "\n".join(stale)
+
+
+# who is ahead at each of LENGTHS, by the 95 % interval; =: nobody, within 0.05; 0: unclear
+CLAIMS = [
+    ("figure1", "loss", "RoPE", "FoPE", "=++++"),
+    ("parts", "loss", FLOOR, "FoPE", "====0"),
+    ("parts", "loss", "RoPE" + NORM, "FoPE", "---++"),
+    ("parts", "loss", "FoPE" + NORM, "RoPE" + NORM, "++=--"),
+    ("parts", "loss", "FoPE", "FoPE" + NORM, "+++0-"),
+    ("figure4", "loss", "FoPE to FoPE + YaRN x16", "RoPE to RoPE + YaRN x16", "===++"),
+    ("figure4", "loss", "FoPE to FoPE + YaRN x16", "FoPE to FoPE", "---=="),
+    ("figure4_quarter", "loss", "FoPE to FoPE + YaRN x16", "RoPE to RoPE + YaRN x16", "===+0"),
+    ("figure4_quarter", "loss", "FoPE to FoPE + YaRN x16", "FoPE to FoPE", "--=00"),
+    ("figure1", "accuracy", "FoPE", "RoPE", "0+++0"),
+    ("parts", "token_accuracy", SERIES, "FoPE", "=0---"),
+    ("parts", "token_accuracy", "FoPE" + NORM, "RoPE" + NORM, "=++++"),
+]
+
+
+@pytest.mark.parametrize("figure, name, label, to, signs", CLAIMS)
+def test_who_is_ahead_is_that_of_the_json_files(figure, name, label, to, signs):
+    kind = "perplexity" if name == "loss" else "passkey"
+    pair = [values(figure, la, name, LENGTHS, kind) for la in (label, to)]
+    middle, half = (pair[0] - pair[1]).mean(axis=0), results.half_interval(pair[0] - pair[1])
+    unclear = np.where(np.abs(middle) + half < 0.05, "=", "0")
+    ahead = np.where(np.abs(middle) <= half, unclear, np.where(middle > 0, "+", "-"))
+    assert "".join(ahead) == signs
+
+
+def test_what_does_not_rise_and_who_finds_no_key():
+    for figure, label in (("figure1", "ALiBi"), ("parts", "KERPLE")):
+        near, far = values(figure, label).mean(axis=0)
+        assert 0 < near - far < 0.01 and {*keys(figure, label)[1:]} == {"0%"}
+    nope = values("figure1_all", "NoPE", lengths=LENGTHS).mean(axis=0)
+    assert np.ptp(nope) < 0.015 and {*keys("figure1_all", "NoPE")} == {"0%"}
+    fope = values("figure1", "FoPE", lengths=LENGTHS).mean(axis=0)
+    assert min(fope) > values("figure1", "RoPE").mean(axis=0)[0]  # which reads pieces of 512
+    assert {*keys("figure1", "RoPE")[3:]} == {*keys("anywhere", "RoPE")[2:]} == {"0%"}
+    none = values("figure1", "FoPE", "accuracy", [8192], "passkey") == 0
+    assert none.mean() == 0.5  # "half of its seeds none"
+
+
+# --- tables, links, commands
+
+
+@pytest.mark.parametrize("text", [README, REPORT, PAGE, "results/TABLES.md"])
 def test_tables_are_those_of_the_committed_results(text):
     assert "<!-- table " in read(text)
     how = f"run python -m paper.plot --tables {text}"
     assert tables.fill_tables(read(text), ROOT / "results") == read(text), how
-    assert len(list((ROOT / "results").rglob("*.*"))) <= 80
 
 
-def test_the_headline_is_that_of_the_results():
-    """Perplexities at 1x and 16x, the shares of RoPE's rise that are kept, keys at 4x."""
-    text = " ".join(read("README.md").split())
-    found = results.load_results([ROOT / "results" / "figure1.json"])
-    for label, words in (("RoPE", "RoPE's perplexity grows"), ("FoPE", "FoPE's")):
-        rows = found["perplexity"][label]
-        _, perplexity, _, n = results.seed_stats(rows, "perplexity", [512, 8192])
-        start, end = (f"{p:.1f}" for p in perplexity)
-        assert n == 10 and f"{words} from {start} to {end}" in text
-    shares = results.rise_removed(found["perplexity"])["FoPE"]
-    assert f"FoPE removes {100 * sum(shares) / 10:.0f} % of RoPE's rise" in text
-    keys = {
-        label: results.seed_stats(rows, "accuracy", [2048, 4096])[1]
-        for label, rows in found["passkey"].items()
-    }
-    a, b, c = (f"{100 * share:.0f}" for share in (*keys["FoPE"], keys["RoPE"][0]))
-    assert f"At 2048 tokens it finds {a} % of them and at 4096 {b} %, RoPE {c} % and none." in text
-    assert keys["RoPE"][1] == keys["ALiBi"].max() == 0
-    parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
-    shares = results.rise_removed(parts)
-    for label, words in (
-        ("FoPE, CF alone", "Alone it removes {} %"),
-        ("FoPE, FS alone, FoPE's table noise", "the series alone {} %"),
-    ):
-        share = 100 * sum(shares[label]) / len(shares[label])
-        assert words.format(round(share)) in text
-    assert all(
-        row["loss"] <= r["lengths"][512]["loss"] + 0.01
-        for r in found["perplexity"]["ALiBi"]
-        for row in r["lengths"].values()
-    )
-
-
-def test_the_report_says_what_the_parts_are_worth():
-    """Shares of RoPE's rise that are removed, with their intervals, and the rises with QK-norm."""
-    text = " ".join(read("results/README.md").split())
-    parts = results.load_results([ROOT / "results" / "parts.json"])["perplexity"]
-    shares = {label: 100 * np.array(s) for label, s in results.rise_removed(parts).items()}
-    for label, words in (
-        ("FoPE, CF alone", "the floor alone removes {}"),
-        ("FoPE", "with the series {}"),
-        ("FoPE, FS alone, FoPE's table noise", "The series alone removes {}"),
-        ("RoPE + QK-norm", "QK-norm (normalised queries and keys) alone removes {}"),
-    ):
-        share = f"{shares[label].mean():.0f} ± {results.half_interval(shares[label]):.0f}"
-        assert words.format(share) in text, label
-    each = shares["FoPE"]
-    assert f"[{each.min():.0f} to {each.max():.0f} %]" in text
-    rise = {
-        label: np.diff(results.seed_stats(rows, "loss", [512, 8192])[1])[0]
-        for label, rows in parts.items()
-    }
-    assert (
-        f"RoPE's loss on text rises by {rise['RoPE']:.2f} nats, FoPE's by {rise['FoPE']:.2f}"
-        in text
-    )
-    with_norm = results.rise_removed(parts, of="RoPE + QK-norm")["FoPE + QK-norm"]
-    with_norm = 100 * np.array(with_norm)
-    assert f"With QK-norm in both it removes {with_norm.mean():.0f} %" in text
-    half = results.half_interval(with_norm)
-    assert f"With QK-norm in both, FoPE removes {with_norm.mean():.0f} ± {half:.0f} %" in text
-    series = shares["FoPE"] - shares["FoPE, CF alone"]
-    most = series.mean() + results.half_interval(series)
-    assert f"the series adds at most {most:.0f} % (level up to 4096, unclear at 8192)" in text
-    pairs = (parts["FoPE, CF alone"], parts["FoPE"], "loss", [512, 1024, 2048, 4096, 8192])
-    pairs = results.paired_differences(*pairs)
-    within = np.abs(pairs.mean(axis=0)) + results.half_interval(pairs) < 0.05
-    assert list(within) == [True] * 4 + [False]
-    removed = []
-    for to in (2048, 4096):
-        near = {
-            label: [r | {"lengths": {n: r["lengths"][n] for n in (512, to)}} for r in rows]
-            for label, rows in parts.items()
-        }
-        share = 100 * np.array(results.rise_removed(near)["FoPE, FS alone, FoPE's table noise"])
-        removed.append(f"{share.mean():.0f} ± {results.half_interval(share):.0f}")
-    assert f"to 2048 and 4096, not named beforehand, {removed[0]} and {removed[1]}" in text
-    far = [
-        f"{results.seed_stats(parts[f'{name} + QK-norm'], 'perplexity', [8192])[1][0]:.1f}"
-        for name in ("RoPE", "FoPE")
-    ]
-    both = f"With queries and keys normalised (QK-norm) RoPE's perplexity grows to {far[0]} and "
-    assert both + f"FoPE's to {far[1]}." in " ".join(read("README.md").split())
-    keys = results.load_results([ROOT / "results" / "parts.json"])["passkey"]
-    for label, words in (
-        ("FoPE, CF alone", "the floor alone finds {}, {}, {} and {} %"),
-        ("FoPE", "FoPE {}, {}, {} and {}."),
-        ("FoPE, FS alone, FoPE's table noise", "The series alone finds {}, {}, {} and {} %"),
-        ("RoPE", "RoPE {}, {}, {} and {}."),
-        ("FoPE + QK-norm", "With QK-norm FoPE finds {}, {}, {} and {} %"),
-        ("RoPE + QK-norm", "RoPE {}, {}, {} and {}: FoPE is ahead"),
-    ):
-        assert {results.seed_of(r) for r in keys[label]} == {1, 2, 3, 4, 5}
-        digits = results.seed_stats(keys[label], "token_accuracy", [1024, 2048, 4096, 8192])[1]
-        assert words.format(*(round(100 * share) for share in digits)) in text, label
-    far = [
-        round(100 * results.seed_stats(keys[label], "token_accuracy", [8192])[1][0])
-        for label in ("FoPE, CF alone", "FoPE", "FoPE, FS alone, FoPE's table noise", "RoPE")
-    ]
-    words = "floor {} %, FoPE {} %, series {} %, RoPE {} %".format(*far)
-    for name in ("README.md", "results/README.md", "docs/index.html"):
-        assert words in " ".join(read(name).split()), name
-    lengths = [1024, 2048, 4096, 8192]
-    assert len(keys["KERPLE"]) == 5
-    assert not any(results.seed_stats(keys["KERPLE"], "token_accuracy", lengths)[1])
-    for label, behind in (("FoPE, FS alone, FoPE's table noise", True), ("FoPE, CF alone", False)):
-        pairs = 100 * results.paired_differences(
-            keys[label], keys["FoPE"], "token_accuracy", lengths
-        )
-        half = results.half_interval(pairs)
-        assert all((pairs.mean(axis=0) + half < 0)[1:] == behind), label
-    assert f"but one of {half.min():.0f} to {half.max():.0f} points could hide" in text
-    norm = " + QK-norm"
-    for label, to, is_ahead in (
-        ("FoPE" + norm, "RoPE" + norm, True),
-        ("FoPE" + norm, "FoPE", False),
-        ("RoPE" + norm, "RoPE", False),
-    ):
-        pairs = 100 * results.paired_differences(keys[label], keys[to], "token_accuracy", lengths)
-        beyond = np.abs(pairs.mean(axis=0)) > results.half_interval(pairs)
-        assert all(beyond == is_ahead) and (not is_ahead or pairs.mean() > 0), label
-
-
-def test_the_report_says_what_yarn_and_the_others_are_worth():
-    """RoPE-A and NoPE of figure 1; FoPE against RoPE with YaRN after a tenth and a quarter."""
-    text, at = " ".join(read("results/README.md").split()), [512, 1024, 2048, 4096, 8192]
-    for name, sign, words in (
-        ("figure4_quarter", -1, "{:.2f} ± {:.2f} nats ahead of RoPE with YaRN here"),
-        ("figure4", 1, "after a tenth {:.2f} ± {:.2f} behind"),
-    ):
-        rows = results.load_results([ROOT / "results" / f"{name}.json"])["perplexity"]
-        yarn, fope = rows["RoPE to RoPE + YaRN x16"], rows["FoPE to FoPE + YaRN x16"]
-        far = sign * results.paired_differences(rows["RoPE to FoPE"], yarn, "loss", [8192])[:, 0]
-        assert words.format(far.mean(), results.half_interval(far)) in text
-        both = results.paired_differences(fope, rows["FoPE to FoPE"], "loss", [8192])[:, 0]
-        assert abs(both.mean()) < results.half_interval(both)
-        assert all(results.paired_differences(fope, yarn, "loss", at).mean(axis=0) > 0)
-        ahead = results.paired_differences(rows["RoPE to FoPE"], yarn, "loss", at).mean(axis=0) < 0
-        assert list(ahead) == [False] * 4 + [sign < 0]
-    rows = results.load_results([ROOT / "results" / "figure1_all.json"])["perplexity"]
-    found = results.load_results([ROOT / "results" / "figure1.json"])
-    found, keys = found["perplexity"], found["passkey"]["FoPE"]
-    none = [r["lengths"][8192]["accuracy"] == 0 for r in keys]
-    assert 2 * sum(none) == len(none) and "half of its seeds none" in text
-    above = results.paired_differences(rows["RoPE-A"], rows["RoPE"], "loss", [8192]).mean()
-    assert f"of RoPE-A, whose frequencies are rounded to whole cycles, are {above:.2f} nats" in text
-    of_pieces = results.seed_stats(found["RoPE"], "loss", [512])[1][0]
-    assert f"in pieces of 512 tokens keeps {of_pieces:.2f}, below FoPE at every" in text
-    assert all(results.seed_stats(found["FoPE"], "loss", at)[1] > of_pieces)
-    for label in ("ALiBi", "KERPLE"):
-        falls = results.seed_stats(rows[label], "loss", [512, 8192])[1]
-        assert 0 < falls[0] - falls[1] < 0.01
-    fire = results.seed_stats(rows["FIRE"], "loss", [512, 8192])[1]
-    assert f"FIRE (twice the rate) rises from {fire[0]:.2f} to {fire[1]:.2f}." in text
-    assert {r["recipe"]["lr"] for r in rows["FIRE"]} == {2 * rows["NoPE"][0]["recipe"]["lr"]}
-    keys = results.load_results([ROOT / "results" / "figure1_all.json"])["passkey"]["NoPE"]
-    assert "NoPE learns it in no seed" in text and len(keys) == len(rows["FIRE"]) == 5
-    assert not any(row["accuracy"] for r in keys for row in r["lengths"].values())
-    nope = results.seed_stats(rows["NoPE"], "loss", at)[1]
-    assert f"NoPE stays near {nope[0]:.2f}," in text and np.ptp(nope) < 0.015
-
-
-def test_the_report_says_what_is_found_with_the_question_anywhere():
-    text, name = " ".join(read("results/README.md").split()), "passkey_anywhere"
-    found = results.load_results([ROOT / "results" / "anywhere.json"])[name]
-    keys, digits = (
-        {
-            label: [
-                round(100 * x) for x in results.seed_stats(rows, of, [1024, 2048, 4096, 8192])[1]
-            ]
-            for label, rows in found.items()
-        }
-        for of in ("accuracy", "token_accuracy")
-    )
-    words = (
-        "FoPE finds {} % of the keys at 1024 and {} % at 2048; at 4096 and 8192 {} and {} %, but "
-    )
-    words = words.format(*keys["FoPE"]) + "{2} and {3} % of the digits.".format(*digits["FoPE"])
-    assert words in text
-    assert f"RoPE finds {keys['RoPE'][0]} % at 1024, then none." in text and not any(
-        keys["RoPE"][1:]
-    )
-    assert keys["FoPE"][1] > keys["ALiBi"][1] > keys["RoPE"][1]
-    for i in (2, 3):
-        assert keys["ALiBi"][i] == max(k[i] for k in keys.values())
-        assert digits["FoPE"][i] == max(d[i] for d in digits.values())
-
-
-def test_the_report_says_what_the_20M_shape_gave():
-    """Rises of perplexity by 16x, FoPE's above RoPE's at 1x, in % of all seeds; of nats removed."""
-    text, above, removed, rises = " ".join(read("results/README.md").split()), [], [], []
-    by_corpus = results.load_results([ROOT / "results" / "figure5_20M_cpu.json"])
-    for corpus in ("books", "c4"):
-        found = by_corpus[f"perplexity on {corpus}"]
-        at = {
-            label: {
-                results.seed_of(r): [r["lengths"][n]["perplexity"] for n in (512, 8192)] for r in rs
-            }
-            for label, rs in found.items()
-        }
-        assert at["RoPE"].keys() == at["FoPE"].keys() == {0, 1, 2} and len(at["ALiBi"]) == 1
-        assert all(far < near for near, far in at["ALiBi"].values())
-        for label in ("RoPE", "FoPE"):
-            rises.append(span(100 * (far / near - 1) for near, far in at[label].values()))
-        above += [100 * (at["FoPE"][seed][0] / at["RoPE"][seed][0] - 1) for seed in at["FoPE"]]
-        removed += [100 * share for share in results.rise_removed(found)["FoPE"]]
-    rope, fope, rope_c4, fope_c4 = rises
-    assert (
-        f"rises by {rope} % on books and {rope_c4} % on C4, FoPE's by {fope} and {fope_c4} %"
-        in text
-    )
-    assert f"FoPE removes {span(removed)} % in nats" in text
-    assert f"at 1x it is {span(above)} % above RoPE " in text
-    price = f"With 9.4M parameters FoPE starts {span(above)} % above RoPE"
-    assert price in text and price in " ".join(read("README.md").split())
-
-
-def span(values):
-    values = [round(value) for value in values]
-    return f"{min(values)} to {max(values)}"
-
-
-def test_the_report_says_what_the_pilot_gave():
-    text = " ".join(read("results/README.md").split())
-    keys = results.load_results([ROOT / "results" / "pilot_512.json"])["passkey"]
-    seeds = sorted({results.seed_of(r) for r in keys["FoPE"]})
-    given = [" and ".join(", ".join(map(str, seeds)).rsplit(", ", 1))]
-    for length, name in ((1024, "accuracy"), (8192, "token_accuracy")):
-        for label in ("RoPE", "FoPE"):
-            of = {results.seed_of(r): r["lengths"][length][name] for r in keys[label]}
-            shares = [str(round(100 * of[seed])) for seed in seeds]
-            given.append(" and ".join(", ".join(shares).rsplit(", ", 1)))
-    alibi = {n: {r["lengths"][n]["accuracy"] for r in keys["ALiBi"]} for n in (512, 1024, 8192)}
-    assert alibi == {512: {1.0}, 1024: {0.0}, 8192: {0.0}} and len(keys["ALiBi"]) == len(seeds)
-    words = (
-        "in seeds {} RoPE finds {} % of the keys at 1024, FoPE {}, ALiBi none; of the digits at "
-    )
-    words += "8192 RoPE "
-    assert (words + "{} %, FoPE {}.").format(*given) in text
-
-
-def test_the_attention_row_is_that_of_its_json():
-    stored = json.loads(read("results/mechanism/attention_row.json"))
-    beyond = stored["train_len"] // stored["step"]
-    far = {name: f"{100 * sum(rows[-1][beyond:]):.0f} %" for name, rows in stored["rows"].items()}
-    assert far["fope"] == far["fope_cf"]
-    words = "{rope} of its attention to keys further away than in training, FoPE's and the floor "
-    assert (words + "alone's {fope}, ALiBi's {alibi}").format(**far) in read(
-        "results/mechanism/README.md"
-    )
-
-
-def test_readme_is_a_page():
-    text = read("README.md")
-    assert text.count("\n") <= 130 and len(text.split()) <= 1500
+def test_links_to_lines_show_the_code_they_quote():
+    links = re.findall(r"\[(\w+\.py:\d+)\]\((\w+\.py)#L(\d+)\) `([^`]+)`", read(README))
+    assert len(links) >= 5
+    for shown, file, line, code in links:
+        assert shown == f"{file}:{line}"
+        assert code in read(file).splitlines()[int(line) - 1], f"{shown} is not `{code}`"
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_files_that_it_names_exist(text):
-    folder = (ROOT / text).parent
-    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", read(text)):
-        assert target.startswith("http") or (folder / target).exists(), target
-
-
-def help_of(script):
-    command = ["bash" if script.endswith(".sh") else sys.executable, script, "--help"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_links_lead_to_files_and_headings(text):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", read(text)):
+        file = (ROOT / text).parent / target if target else ROOT / text
+        assert target.startswith("http") or file.exists(), target
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{target}#{anchor}"
 
 
 @pytest.mark.slow
-def test_scripts_and_flags_that_the_texts_name_exist():
+def test_commands_and_flags_that_the_texts_name_exist():
     calls = {}
-    for text in TEXTS:
-        pattern = r"(?:bash|python) ([\w./]+\.(?:sh|py))([^\n`#]*)"
-        for script, words in re.findall(pattern, read(text)):
-            calls.setdefault(script, []).extend(re.findall(r"--[\w-]+", words))
+    pattern = r"(bash|python) (-m [\w.]+|[\w./]+\.(?:sh|py))([^\n`#]*)"
+    for program, script, words in re.findall(pattern, "\n".join(map(read, TEXTS))):
+        command = (program.replace("python", sys.executable), *script.split(), "--help")
+        calls.setdefault(command, []).extend(re.findall(r"--[\w-]+", words))
     assert len(calls) > 8
-    for script, flags in sorted(calls.items()):
-        known = help_of(script)
+    for command, flags in sorted(calls.items()):
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for flag in flags:
-            assert flag in known, f"{script} has no {flag}"
+            assert flag in shown, f"{' '.join(command)} has no {flag}"
