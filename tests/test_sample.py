@@ -35,10 +35,6 @@ def test_the_seed_decides_and_one_likely_token_is_greedy(checkpoint, capsys):
     assert first == again != other
     greedy = text_of(capsys, checkpoint, "--temperature", "0")
     assert text_of(capsys, checkpoint, "--top_k", "1") == greedy
-
-
-def test_the_smallest_temperature_is_greedy(checkpoint, capsys):
-    greedy = text_of(capsys, checkpoint, "--temperature", "0")
     assert text_of(capsys, checkpoint, "--temperature", "1e-45") == greedy
 
 
@@ -64,31 +60,23 @@ def test_characters_of_several_bytes_come_whole_and_the_end_of_text_ends_it(tmp_
 
 
 @pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--prompt", ""], "--prompt is empty"),
-        (["--temperature", "-1"], "--temperature"),
-        (["--max_new_tokens", "0"], "--max_new_tokens"),
-        (["--top_k", "x"], "invalid int value"),
-    ],
+    "flag, value",
+    [("--prompt", ""), ("--temperature", "-1"), ("--max_new_tokens", "0"), ("--top_k", "x")],
 )
-def test_bad_arguments_are_refused_with_a_sentence(checkpoint, flags, words):
-    refuses(sample.main, [checkpoint, *flags], words)
+def test_bad_arguments_are_refused_with_a_sentence(checkpoint, flag, value):
+    refuses(sample.main, [checkpoint, flag, value], flag)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    refuses(sample.main, [tmp_path], "there is no checkpoint in")
-
-
-def test_a_model_without_a_run_is_refused(tmp_path):
+def test_a_folder_without_a_run_and_a_model_without_one_are_refused(tmp_path):
+    refuses(sample.main, [tmp_path], str(tmp_path))
     save_checkpoint(tmp_path, load_checkpoint(byte_model(tmp_path, b"ab"))[0])
-    refuses(sample.main, [tmp_path], "not one that train.py wrote")
+    refuses(sample.main, [tmp_path], str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_terminal_without_a_character_and_a_reader_that_has_enough(checkpoint):
     """An ASCII terminal gets a question mark; `| head -c 3` ends it without a traceback."""
-    command = f"{sys.executable} sample.py {checkpoint} --prompt café --max_new_tokens 500"
+    command = f"{sys.executable} sample.py {checkpoint} --prompt café --max_new_tokens 200"
     for more, first in ((" --top_k 1", b"caf?"), (" | head -c 3", b"caf")):
         env = os.environ | {"PYTHONIOENCODING": "ascii"}
         done = subprocess.run(command + more, shell=True, cwd=ROOT, env=env, capture_output=True)
