@@ -201,7 +201,7 @@ def test_what_does_not_rise_and_who_finds_no_key():
 # --- tables, links, commands
 
 
-@pytest.mark.parametrize("text", [README, REPORT, PAGE, "results/TABLES.md"])
+@pytest.mark.parametrize("text", [README, REPORT, "results/TABLES.md"])
 def test_tables_are_those_of_the_committed_results(text):
     assert "<!-- table " in read(text)
     how = f"run python -m paper.plot --tables {text}"
