@@ -1,8 +1,9 @@
 """
 Where does attention go once the text is longer than in training? (the first screen of
-docs/index.html, which holds these numbers)
+docs/index.html, which holds these numbers and some of results/)
 
     python experiments/attention_row.py runs_out/tiny/text/{rope,fope_cf,fope,alibi}_s{1,2,3,4,5}
+    python experiments/attention_row.py --page                 put the numbers into docs/index.html
 
 Each model reads held-out windows of 4 times its training length. For every 128th position, the
 last layer's attention over the distance to the key, in steps of 128 tokens: the mean over heads,
@@ -10,18 +11,28 @@ windows, the runs of one name, and the 8 queries up to that position. Look at: h
 than the training length, where RoPE's slow pairs show angles that training never did.
 """
 
+import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
-from shared import Parser, save
+from shared import ROOT, Parser, save
 
 from checkpoint import load_run
-from common import Refused, one_sentence_errors
+from common import Refused, one_sentence_errors, read_json, write_atomically
 from data import TokenData
 from evaluation import spread_windows
+from paper.results import load_results, seed_stats
 
 STEP, QUERIES, WINDOWS = 128, 8, 8
+ON_THE_PAGE = {  # name there: figure and label in results/, name of the runs
+    "rope": ("figure1", "RoPE", "rope"),
+    "floor": ("parts", "FoPE, CF alone", "fope_cf"),
+    "fope": ("figure1", "FoPE", "fope"),
+    "alibi": ("figure1", "ALiBi", "alibi"),
+}
 
 
 @torch.no_grad()
@@ -48,23 +59,69 @@ def attention_rows(model, windows, T):
     return [row[: n + 1].tolist() for n, row in enumerate(rows)]
 
 
-def main(argv=None):
-    parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders NAME_sSEED of text models")
-    args = parser.parse_args(argv)
+def page_numbers(folder):
+    """
+    What docs/index.html draws: the attention rows in folder/attention_row.json, and of results/,
+    over the seeds, the loss by position in the same steps, perplexity and passkeys by length.
+    """
+    measured, page = read_json(folder / "attention_row.json"), defaultdict(dict)
+    page |= {key: measured[key] for key in ("train_len", "step")}
+    for name, (figure, label, run) in ON_THE_PAGE.items():
+        page["attention"][name] = measured["rows"][run]
+        found = load_results([ROOT / "results" / f"{figure}.json"])
+        texts, keys = found["perplexity"][label], found["passkey"][label]
+        page["lengths"], *numbers = seed_stats(texts, "perplexity")
+        page["perplexity"][name] = rounded(*numbers)
+        if name != "floor":  # whose keys have fewer seeds
+            _, mean, std, n = seed_stats(keys, "accuracy")
+            page["passkeys"][name] = rounded(100 * mean, 100 * std, n)
+        longest = page["lengths"][-1]
+        loss = np.mean([r["lengths"][longest]["by_position"] for r in texts], axis=0)
+        by_step = loss.reshape(longest // page["step"], -1).mean(axis=1)
+        page["loss"][name] = by_step[: len(measured["rows"][run])].round(3).tolist()
+    return page
+
+
+def rounded(mean, std, n):
+    return {"seeds": n, "mean": mean.round(2).tolist(), "std": std.round(2).tolist()}
+
+
+def fill_page(path, numbers):
+    """Put them into the page's element that holds them."""
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in numbers.items())
+    element = r'(<script type="application/json" id="measured">\n).*?(\n</script>)'
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(element, lambda m: f"{m[1]}{{{rows}}}{m[2]}", text, flags=re.S)
+    write_atomically(path, lambda f: f.write(text.encode()))
+
+
+def measure(runs, out):
+    """The rows of these runs, the mean over those of one name, to out/attention_row.json."""
     of_name, first_T = defaultdict(list), 0
-    for run in args.runs:
+    for run in runs:
         model, _, _ = load_run(run)
         name, T = Path(run).name.rpartition("_s")[0], 4 * model.config.train_len
         if not name or (first_T := first_T or T) != T:
             raise Refused(f"{run} is no NAME_sSEED, or has another training length than the first")
         windows = spread_windows(TokenData(model.config.data, "val"), T, WINDOWS)
         of_name[name].append(attention_rows(model, windows, T))
-    numbers = {"train_len": T // 4, "step": STEP, "runs": len(args.runs), "rows": {}}
+    numbers = {"train_len": T // 4, "step": STEP, "runs": len(runs), "rows": {}}
     for name, found in of_name.items():
         rows = [torch.tensor(rows).mean(dim=0) for rows in zip(*found, strict=True)]
         numbers["rows"][name] = [[round(x, 3) for x in row.tolist()] for row in rows]
-    save(numbers, args.out, "attention_row")
+    save(numbers, out, "attention_row")
+
+
+def main(argv=None):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="folders NAME_sSEED of text models")
+    add("--page", action="store_true", help="put the numbers into docs/index.html")
+    args = parser.parse_args(argv)
+    if args.runs:
+        measure(args.runs, args.out)
+    if args.page:
+        fill_page(ROOT / "docs" / "index.html", page_numbers(args.out))
 
 
 if __name__ == "__main__":

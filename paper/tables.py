@@ -2,16 +2,13 @@
 Results to Markdown tables.
 """
 
-import html
-import json
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from common import Refused, file_sha256, read_json
+from common import file_sha256, read_json
 from paper.results import (
     common_lengths,
     half_interval,
@@ -77,19 +74,6 @@ def markdown_table(results, measure="perplexity", to="FoPE", only_differences=Fa
             if rows := [row for row in rows if len(row) > 1]:
                 tables.append(grid([title.format(**words), *columns], rows))
     return "\n\n".join(tables)
-
-
-def html_tables(markdown):
-    """The same as HTML, for docs/index.html, which draws its curves from them."""
-    tables = []
-    for table in markdown.split("\n\n"):
-        lines = [line.strip("| ").split(" | ") for line in html.escape(table, False).split("\n")]
-        rows = ["".join(f'<th scope="col">{cell}</th>' for cell in lines[0])]
-        for label, *cells in lines[2:]:
-            values = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows.append(f'<th scope="row">{label}</th>{values}')
-        tables.append("<table><tr>" + "</tr>\n<tr>".join(rows) + "</tr></table>")
-    return "\n".join(tables)
 
 
 def mean_cells(results, lengths, name, factor, digits):
@@ -179,63 +163,29 @@ def bench_table(result):
     return grid(columns, rows)
 
 
-def page_numbers(folder):
-    """
-    What the first screen of docs/index.html draws, as JSON: attention rows (experiments/
-    attention_row.py), and the loss by position, in the same steps, over the seeds.
-    """
-    attention, loss, rows = read_json(folder / "mechanism" / "attention_row.json"), {}, {}
-    step, n = attention["step"], 4 * attention["train_len"] // attention["step"]
-    for name, (figure, label, run) in ON_THE_PAGE.items():
-        results = load_results([folder / f"{figure}.json"])["perplexity"][label]
-        longest = common_lengths(results)[-1]
-        parts = np.mean([r["lengths"][longest]["by_position"] for r in results], axis=0)
-        by_step = parts.reshape(-1, len(parts) * step // longest).mean(axis=1)[:n]
-        loss[name] = [round(x, 3) for x in by_step.tolist()]
-        rows[name] = attention["rows"][run]
-    numbers = dict(train_len=attention["train_len"], step=step, loss=loss, attention=rows)
-    lines = (
-        json.dumps(numbers).replace('"loss"', '\n"loss"').replace('"attention"', '\n"attention"')
-    )
-    return f'<script type="application/json" id="measured">\n{lines}\n</script>'
-
-
 # --- tables in a text
 
-ON_THE_PAGE = {  # name there: figure, label, name of the runs
-    "rope": ("figure1", "RoPE", "rope"),
-    "floor": ("parts", "FoPE, CF alone", "fope_cf"),
-    "fope": ("figure1", "FoPE", "fope"),
-    "alibi": ("figure1", "ALiBi", "alibi"),
-}
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
 def table_of(name, options, folder):
-    """The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json."""
-    path, options = Path(folder) / f"{name}.json", shlex.split(options)
-    if name in ("page", "all"):
-        return (page_numbers if name == "page" else all_tables)(Path(folder))
+    """
+    The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json. Options are
+    loss, whole, distance, kind=KIND and to=LABEL.
+    """
+    path = Path(folder) / f"{name}.json"
+    if name == "all":
+        return all_tables(folder)
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
-    results, to = load_results([path]), "FoPE"
-    for option in options:
-        key, _, value = option.partition("=")
-        if key == "kind":
-            results = {kind: of for kind, of in results.items() if kind == value}
-        elif key == "to":
-            to = value
-        elif key == "only":
-            results = {kind: {value: of[value]} for kind, of in results.items() if value in of}
-        elif option not in ("loss", "whole", "distance", "html"):
-            raise Refused(f"the mark of table {name} has {option}, which is no option")
-        if not results:
-            raise Refused(f"{path} has no {key} {value}, which the mark of table {name} asks for")
+    options = dict(option.partition("=")[::2] for option in options.split())
+    results = load_results([path])
+    if kind := options.get("kind"):
+        results = {kind: results[kind]}
     if "distance" in options:
         return distance_table(results)
-    measure = "loss" if "loss" in options else "perplexity"
-    table = markdown_table(results, measure, to, whole="whole" in options)
-    return html_tables(table) if "html" in options else table
+    measure, to = "loss" if "loss" in options else "perplexity", options.get("to", "FoPE")
+    return markdown_table(results, measure, to, whole="whole" in options)
 
 
 def all_tables(folder):
@@ -258,14 +208,11 @@ def all_tables(folder):
 
 def fill_tables(text, folder):
     """`text` with the table between each <!-- table ... --> and <!-- end table --> made anew."""
-    ends = re.findall("<!-- (end )?table", text)
-    if ends != ["", "end "] * (len(ends) // 2):
-        raise Refused("each <!-- table ... --> needs an <!-- end table --> before the next")
 
     def made(mark):
         first, name, options, end = mark.groups()
-        if not (table := table_of(name, options, folder)):
-            raise Refused(f"the mark of table {name}{options} makes no table")
-        return f"{first}{table}\n{end}"
+        return f"{first}{table_of(name, options, folder)}\n{end}"
 
-    return re.sub(r"(<!-- table (\w+)([^>]*) -->\n).*?(<!-- end table -->)", made, text, flags=re.S)
+    old = "(?:(?!<!-- table ).)*?"  # up to the next mark at most: one may lack its end
+    pattern = rf"(<!-- table (\w+)([^>]*) -->\n){old}(<!-- end table -->)"
+    return re.sub(pattern, made, text, flags=re.S)
