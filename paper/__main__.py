@@ -5,7 +5,6 @@ The paper's figures and tables, which paper/figures.py lists: train, evaluate, d
     python -m paper figure1                                    tiny models on a CPU, one seed
     python -m paper figure1 --seeds 1-10                       ten others, with intervals
     python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
-    python -m paper figure1 --size 60M --dry-run               what it will take
     python -m paper enough --pos mine --seeds 1-5              another embedding beside those known
     python -m paper --primary --results results                what carries the report's claims
 
@@ -25,19 +24,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 import common
 from common import ROOT, Refused, positive_int
-from data import vocab_size_of
-from evaluation import window_loss
-from model import GPT
 from paper import plot, tables
 from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, Model
 from paper.jobs import Job, n_cores, run_jobs
 from paper.results import check_result, compare, identity, load_results
 from recipe import RECIPES, flag_words, parse_lengths
-from train import accumulate_gradients, make_optimizer
 
 RESULTS = ROOT / "results"
 
@@ -88,44 +81,36 @@ def changes_of(figure, model, kind, seed, args):
     return changes, start.going_on(**changes)
 
 
-def train_command(changes, preset, run, args):
+def train_command(changes, recipe, run, args):
     command = ["train.py", "--out", run, "--resume", "--device", args.device]
-    command += [] if "init_from" in changes else ["--preset", preset]
+    command += [] if "init_from" in changes else ["--preset", recipe.preset]
     command += [word for name, value in changes.items() for word in flag_words(name, value)]
     return command + ["--compile"] * (args.device != "cpu")
 
 
-def evaluations_of(figure, model, kind, recipe, run, args):
-    """[(the result, its recipe, words of the command that writes it)]: for each corpus read."""
-    script, found = "perplexity" if kind == "text" else "passkey", []
-    for corpus in figure.corpora if kind == "text" else ("",):
-        name = script if kind == "text" else kind
-        result = run / (f"{name}_{corpus}.json" if corpus else f"{name}.json")
-        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
-        command += ["--data", data_folder(corpus, args)] if corpus else []
-        n = SIZES[args.size].read_tokens.get(corpus, recipe.read_tokens)
-        command += ["--max_tokens", n] if n != recipe.read_tokens else []
-        command += ["--task", kind] if kind not in ("text", "passkey") else []
-        command += ["--label", model.label] if model.label else []
-        found.append((result, replace(recipe, read_tokens=n), command))
-    return found
-
-
 def job_of(figure, model, kind, seed, args):
+    """A model to train, then to read on each corpus or to ask a task."""
     changes, recipe = changes_of(figure, model, kind, seed, args)
     run, needs = run_folder(figure, kind, model.name, seed, args), ""
-    name, trains = str(run.relative_to(args.out)), True
+    name, commands = str(run.relative_to(args.out)), [train_command(changes, recipe, run, args)]
     if model.init_from:
         start = run_folder(figure, kind, model.init_from, seed, args)
         needs = str(start.relative_to(args.out))
     if kind != "text" and "text" in figure.kinds and SIZES[args.size].one_for_both:
-        # the text model is evaluated once more
-        name, needs, trains = f"{name} {kind}", name, False
-    commands, results = [train_command(changes, recipe.preset, run, args)] if trains else [], {}
-    for result, asked, command in evaluations_of(figure, model, kind, recipe, run, args):
-        results[result] = asked
+        name, needs, commands = f"{name} {kind}", name, []  # the text model is asked, too
+    script, results = "perplexity" if kind == "text" else "passkey", {}
+    for corpus in figure.corpora if kind == "text" else ("",):
+        file = script if kind == "text" else kind
+        result = run / (f"{file}_{corpus}.json" if corpus else f"{file}.json")
+        n = SIZES[args.size].read_tokens.get(corpus, recipe.read_tokens)
+        results[result] = replace(recipe, read_tokens=n)
+        command = [f"eval_{script}.py", run, "--out", result, "--device", args.device]
+        command += ["--data", data_folder(corpus, args)] if corpus else []
+        command += ["--max_tokens", n] if n != recipe.read_tokens else []
+        command += ["--task", kind] if kind not in ("text", "passkey") else []
+        command += ["--label", model.label] if model.label else []
         commands.append(command)
-    return Job(name, recipe, commands, results, needs, trains, model.shown)
+    return Job(name, recipe, commands, results, needs, shown=model.shown)
 
 
 def jobs_of(figure, args):
@@ -174,65 +159,39 @@ def prepare_data(figure, args):
             raise Refused(f"the data of {name} could not be prepared")
 
 
-def speeds(recipe, args):
-    """(training, evaluation) tokens per second here, from a few steps, and the parameters."""
-    device, T = common.init_distributed(args.device), recipe.train_len
-    recipe = replace(recipe, vocab_size=vocab_size_of(recipe.tokenizer))
-    model = GPT(recipe).to(device)
-    optimizer = make_optimizer(model, recipe)
-    micro_batch = recipe.batch_size // recipe.grad_accum
-    if args.device == "cpu":
-        micro_batch = min(micro_batch, 8)  # more would take minutes
-    batch = torch.randint(recipe.vocab_size, (micro_batch, T + 1)).to(device)
-    text = torch.randint(recipe.vocab_size, (16 * T + 1,)).numpy()
-
-    def step():
-        accumulate_gradients(model, batch, 1).item()  # waits for the device
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def seconds(call):
-        times = []
-        for _ in range(4):
-            start = time.monotonic()
-            call()
-            times.append(time.monotonic() - start)
-        return min(times[1:])  # the first one warms up
-
-    eval_rate = 16 * T / seconds(lambda: window_loss(model, text, 4 * T))
-    if args.device != "cpu":
-        model.compile_parts()
-    train_rate = micro_batch * T / seconds(step)
-    return train_rate, eval_rate, sum(p.numel() for p in model.parameters())
+def gather(name, figure, jobs, args):
+    """One file of results, the figure and the table of jobs that are done; what it has written."""
+    suffix = "" if args.size == "tiny" else f"_{args.size}"
+    path = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
+    done = [common.read_json(result) for job in jobs if job.shown for result in job.results]
+    before = common.read_json(path, kind=list) if path.exists() else []
+    for one in before:
+        check_result(one, path)
+    new = set(map(identity, done))  # beside those of other seeds, or from another machine
+    gathered = done + [one for one in before if identity(one) not in new]
+    if not gathered:
+        raise Refused(f"nothing of {name} is done in {args.out}")
+    others = () if args.tokens else (*figure.beside, *[name] * bool(args.pos))
+    beside = [RESULTS / f"{other}{suffix}.json" for other in others]
+    results = load_results([other for other in beside if other.exists()], gathered)
+    common.write_json(path, gathered)
+    curves = {
+        kind: {label: rs for label, rs in by_label.items() if label in figure.curves} or by_label
+        for kind, by_label in results.items()
+    }
+    as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
+    drawn = plot.draw(curves, path.with_suffix(""), message=figure.message if as_told else "")
+    print(tables.markdown_table(results, to=figure.to))
+    return f"the figure: {drawn}, the results: {path}"
 
 
-def dry_run(name, figure, args):
-    """Say what is left to do, what it will take, and how long."""
-    jobs = jobs_of(figure, args)
-    left, hours, disk = [job for job in jobs if not job.done()], 0.0, 0
-    if args.device == "cpu":
-        torch.set_num_threads(max(1, n_cores() // args.at_once))
-    recipes = {recipe.preset: recipe for recipe in (recipe_of(k, args) for k in figure.kinds)}
-    measured = {preset: speeds(recipe, args) for preset, recipe in recipes.items() if left}
-    for preset, (train_rate, eval_rate, _) in measured.items():
-        print(f"{preset}: {train_rate:,.0f} tokens/s in training, {eval_rate:,.0f} in evaluation")
-    for job in left:
-        recipe = job.recipe
-        train_rate, eval_rate, params = measured[recipe.preset]
-        lengths = parse_lengths(recipe.lengths, recipe.train_len)
-        if "eval_passkey.py" in job.commands[-1]:
-            read = recipe.trials * sum(lengths)
-        else:
-            more = SIZES[args.size].read_tokens
-            read = len(lengths) * sum(more.get(c, recipe.read_tokens) for c in figure.corpora)
-        hours += read / eval_rate / 3600
-        if job.trains:
-            hours += recipe.tokens / train_rate / 3600
-            disk += 12 * params  # weights and two moments in fp32
-    trained = [job.recipe.tokens for job in left if job.trains]
-    models = f"{len(trained)} models of {sum(trained):,} tokens"
-    print(f"{name}: {len(left)} of {len(jobs)} jobs to do; {models}")
-    print(f"in all, {disk / 1e9:.2f} GB of disk, {hours / args.at_once:.2g} hours on this machine")
+def compare_named(folder):
+    """Test what was named beforehand, with the results in a folder."""
+    for name, (seeds, named) in PRIMARY.items():
+        beside = {figure: FIGURES[figure].beside for figure, *_ in named}
+        rows = compare(named, seeds, folder, beside)
+        common.write_json(folder / f"{name}.json", rows)
+        print(tables.primary_table(rows))
 
 
 def stop_on_signals():
@@ -252,20 +211,14 @@ def main(argv=None):
     add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
     add("--seeds", type=some_seeds, default="1", help="of the models: 5 is the first five, or 1-10")
     add("--passkey_seeds", type=some_seeds, help="of passkey models, if not the same")
-    add("--out", type=common.path, help="folder of models and logs, if not runs_out/SIZE")
-    add("--results", type=common.path, help="folder of the figure and its json, if not --out")
-    add("--dry-run", action="store_true", help="say what would be done, and how long it takes")
+    add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
+    add("--results", type=Path, help="folder of the figure and its json, if not --out")
     add("--gather", action="store_true", help="train nothing, draw what is done")
     common.add_device_flag(parser)
     add("--primary", action="store_true", help="compare what was named beforehand, in --results")
     args = parser.parse_args(argv)
     if args.primary:
-        folder = args.results or RESULTS
-        for name, (seeds, named) in PRIMARY.items():
-            beside = {figure: FIGURES[figure].beside for figure, *_ in named}
-            rows = compare(named, seeds, folder, beside)
-            common.write_json(folder / f"{name}.json", rows)
-            print(tables.primary_table(rows))
+        compare_named(args.results or RESULTS)
         return
     if args.list or not args.figure:
         for name, figure in FIGURES.items():
@@ -283,9 +236,6 @@ def main(argv=None):
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
     args.at_once = n_cores() if args.size in ON_CPU else 1
-    if args.dry_run:
-        dry_run(name, figure, args)
-        return
 
     # the data, then the models
     start = time.time()
@@ -300,33 +250,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("stopped, all that ran is saved; the same command continues", file=sys.stderr)
         sys.exit(130)
-
-    # one file of results, the figure, the table
-    suffix = "" if args.size == "tiny" else f"_{args.size}"
-    gathered = [common.read_json(path) for job in jobs if job.shown for path in job.results]
-    if not gathered:
-        raise Refused(f"nothing of {name} is done in {args.out}")
-    result = common.make_folder(args.results or args.out) / f"{name}{suffix}.json"
-    before = common.read_json(result, kind=list) if result.exists() else []
-    for one in before:
-        check_result(one, result)
-    new = set(map(identity, gathered))  # beside those of other seeds, or from another machine
-    gathered += [one for one in before if identity(one) not in new]
-    others = () if args.tokens else (*figure.beside, *[name] * bool(args.pos))
-    beside = [RESULTS / f"{other}{suffix}.json" for other in others]
-    results = load_results([path for path in beside if path.exists()], gathered)
-    common.write_json(result, gathered)
-    as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
-    message = figure.message if as_told else ""
-    how = dict(depth=figure.depth, message=message, to=figure.to)
-    curves = {
-        kind: {label: rs for label, rs in by_label.items() if label in figure.curves} or by_label
-        for kind, by_label in results.items()
-    }
-    drawn = plot.draw(curves, result.with_suffix(""), **how)
-    print(tables.markdown_table(results))
+    written = gather(name, figure, jobs, args)
     minutes, seconds = divmod(round(time.time() - start), 60)
-    print(f"\nthe figure: {', '.join(drawn)}, the results: {result} ({minutes} min {seconds} s)")
+    print(f"\n{written} ({minutes} min {seconds} s)")
 
 
 if __name__ == "__main__":

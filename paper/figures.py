@@ -43,8 +43,7 @@ class Figure:
     trained_on: str = ""  # a data folder, if not that of the recipe
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
-    depth: bool = False  # draw tasks by depth, too
-    to: str = ""  # draw differences to this label, where curves would lie upon each other
+    to: str = "FoPE"  # the label that others are compared with, seed by seed
     message: str = ""  # what several seeds at tiny size say, above it
     curves: tuple = ()  # the labels that are drawn, if not all: five can be told apart
     beside: tuple = ()  # other figures, whose results are read with its own
@@ -95,19 +94,23 @@ def n_kept(recipe):
     return len(above_floor(rope_freqs(recipe.head_dim, recipe.theta), recipe.train_len))
 
 
-def table_noise(recipe, D, K):
-    """
-    The noise in FoPE's tables for sigma 1: sqrt(D/2) times that of a weight, which FoPE's
-    docstring has: an entry of the table adds up D of them, each times a cosine.
-    """
-    return math.sqrt(D / (K * (D + recipe.n_head)))
+def n_series(recipe):
+    """How many of them the authors' code turns."""
+    return min(n_kept(recipe), recipe.head_dim // 4)
 
 
 def sigma_matched(recipe, D, K):
-    """The sigma with which D frequencies and K series have as much noise in the tables as FoPE."""
-    plain_K = min(n_kept(recipe), recipe.head_dim // 4)
-    plain = recipe.pos_args.get("sigma", 0.3) * table_noise(recipe, n_kept(recipe), plain_K)
-    return round(plain / table_noise(recipe, D, K), 4)
+    """
+    The sigma with which D frequencies and K series have as much noise in the tables as FoPE. An
+    entry of the tables adds up D weights, each times a cosine, so its noise is sqrt(D/2) times that
+    of a weight, which FoPE's docstring has.
+    """
+
+    def noise(D, K):  # in the tables, for sigma 1
+        return math.sqrt(D / (K * (D + recipe.n_head)))
+
+    sigma = recipe.pos_args.get("sigma", 0.3)
+    return round(sigma * noise(n_kept(recipe), n_series(recipe)) / noise(D, K), 4)
 
 
 def fs_sigma(recipe):
@@ -115,25 +118,9 @@ def fs_sigma(recipe):
     return sigma_matched(recipe, recipe.head_dim // 2, recipe.head_dim // 2)
 
 
-def times(n):
-    """n times the number of frequencies above the floor."""
-    return lambda recipe: n * n_kept(recipe)
-
-
-def sigma_at(n):
-    """That of a series over so many frequencies."""
-    return lambda recipe: sigma_matched(
-        recipe, n * n_kept(recipe), min(n_kept(recipe), recipe.head_dim // 4)
-    )
-
-
 def theta_of_cycles(n):
     """RoPE's theta with which the slowest pair completes n cycles in the training length."""
     return lambda r: round((r.train_len / (2 * math.pi * n)) ** (r.head_dim / (r.head_dim - 2)), 1)
-
-
-def twice_the_length(recipe):
-    return 2 * recipe.train_len
 
 
 def fire_lr(recipe):
@@ -162,6 +149,15 @@ def floor_at(n):
     return fope(f"floor{n}", f"floor of {n} alone", sigma=0, floor=n, cap=False)
 
 
+def more_frequencies(n, matched=False):
+    """FoPE with n times the frequencies above the floor; matched: with the same noise in tables."""
+    changes = dict(n_freq=lambda r: n * n_kept(r))
+    if not matched:
+        return fope(f"D{n}", f"D = {n}K", **changes)
+    changes["sigma"] = lambda r: sigma_matched(r, n * n_kept(r), n_series(r))
+    return fope(f"D{n}_matched", f"D = {n}K, FoPE's table noise", **changes)
+
+
 def goes_on(init_from, name, label, **changes):
     return Model(f"{init_from}_{name}", changes, label, init_from)
 
@@ -187,6 +183,7 @@ FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", floor=False, sig
 
 YARN16, YARN4 = dict(kind="yarn", factor=16), dict(kind="yarn", factor=4)
 WARM16 = YARN16 | dict(temperature=True)
+YARN16_FLOOR2 = dict(rope_scaling=YARN16, pos_args=dict(floor=lambda r: 2 * r.train_len))
 STARTS = plain("rope", "fope", shown=False)
 CONTINUED = (
     goes_on("rope", "rope", "RoPE to RoPE"),
@@ -197,20 +194,11 @@ CONTINUED = (
     goes_on("fope", "fope", "FoPE to FoPE"),
     goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
     goes_on("fope", "yarn4", "FoPE to FoPE + YaRN x4", rope_scaling=YARN4),
-    goes_on(
-        "fope",
-        "floor2",
-        "FoPE to FoPE + YaRN x16, floor of 2x",
-        rope_scaling=YARN16,
-        pos_args=dict(floor=twice_the_length),
-    ),
+    goes_on("fope", "floor2", "FoPE to FoPE + YaRN x16, floor of 2x", **YARN16_FLOOR2),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
-DS = [fope(f"D{n}", f"D = {n}K", n_freq=times(n)) for n in (2, 4, 8)]
-DS += [
-    fope(f"D{n}_matched", f"D = {n}K, FoPE's table noise", n_freq=times(n), sigma=sigma_at(n))
-    for n in (2, 4, 8)
-]
+DS = [more_frequencies(n) for n in (2, 4, 8)]
+DS += [more_frequencies(n, matched=True) for n in (2, 4, 8)]
 EQUATIONS = [
     fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
 ]
@@ -254,7 +242,6 @@ FIGURES = {
         "perplexity and passkeys of NoPE, ALiBi, RoPE, FoPE",
         FOUR,
         BOTH,
-        depth=True,
         message="Past its training length FoPE loses little, and finds more passkeys than RoPE",
     ),
     "anywhere": Figure(
@@ -276,7 +263,6 @@ FIGURES = {
         "floor, series, QK-norm and KERPLE beside RoPE and FoPE",
         PARTS,
         BOTH,
-        depth=True,
         message="The floor (CF) does it; the series (FS) alone breaks as RoPE does",
         curves=("RoPE", "RoPE + QK-norm", "FoPE", *(m.label for m in (CF, FS_MATCHED))),
     ),
@@ -295,17 +281,11 @@ FIGURES = {
     ),
     "figure5": Figure("from books to C4", FOUR[::-1], **BOOKS),  # FoPE, RoPE first
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
-    "figure6b": Figure(
-        "sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS, to="FoPE"
-    ),
-    "figure6c": Figure(
-        "D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH, to="FoPE"
-    ),
+    "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
+    "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
     "table2": Figure("QK-norm and aligned frequencies", TABLE2, to="RoPE"),
-    "equations": Figure(
-        "the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS), to="FoPE"
-    ),
-    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH, to="FoPE"),
+    "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
+    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
 }
 
 # The comparisons that carry the report's claims at 512 tokens, named before any of these models was
