@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import MAY_CHANGE, parse_lengths, recipe_fields
+from recipe import MAY_CHANGE, parse_lengths
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -29,7 +29,6 @@ NAMES = {
     "rope_taper": "RoPE, tapered",
 }
 MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
-TEXT_MEASURES, TASK_MEASURES = ("loss", "perplexity"), ("accuracy", "token_accuracy")
 
 SAME_TEXT = {  # what losses must share
     "tokenizers": lambda result, row: result["recipe"].get("tokenizer"),
@@ -81,22 +80,10 @@ def load_results(paths, of_today=()):
 
 
 def check_result(result, path):
-    """Refuse what is no evaluation; its lengths become numbers, its recipe one of today's."""
-    try:
-        result["recipe"] = recipe_fields(result)
-        result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
-        names = TASK_MEASURES if is_task(result["kind"]) else TEXT_MEASURES
-        numbers = [row[name] for row in result["lengths"].values() for name in names]
-        numbers += [seed_of(result), train_len_of([result])]
-        ok = all(isinstance(x, int | float) and 0 <= x < 1e300 for x in numbers)
-        ok = ok and train_len_of([result]) > 0
-        ok = ok and isinstance(label_of(result), str)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        ok = False
-    if not ok:
+    """Refuse what is no evaluation; its lengths become numbers."""
+    if not (isinstance(result, dict) and {"kind", "recipe", "lengths"} <= result.keys()):
         raise Refused(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
-    if label_of(result).startswith("_"):
-        raise Refused(f"{path} has the label {label_of(result)}; matplotlib hides such names")
+    result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
 
 
 def check_together(by_kind):
@@ -112,16 +99,14 @@ def check_together(by_kind):
             if len({str(same(r, r["lengths"][lengths[0]])) for r in results}) > 1:
                 raise Refused(f"these {kind} results cannot be compared: several {what}")
         for label, seeds in by_kind[kind].items():
-            first, *others = (r["recipe"] | trained(r) for r in seeds)
-            for name in {name for other in others for name in other if name not in MAY_DIFFER}:
-                if len({str(recipe.get(name)) for recipe in (first, *others)}) > 1:
+            trained = [
+                r["recipe"] | {"step": r.get("step"), "training data": r.get("trained_on")}
+                for r in seeds
+            ]
+            for name in set().union(*trained) - set(MAY_DIFFER):
+                if len({str(recipe.get(name)) for recipe in trained}) > 1:
                     what = f"the seeds of {label} differ in {name}"
                     raise Refused(f"{what}; tell them apart by --label")
-
-
-def trained(result):
-    """How far, and on what."""
-    return {"step": result.get("step"), "training data": result.get("trained_on")}
 
 
 def is_task(kind):
@@ -156,7 +141,7 @@ def label_of(result):
 
 def identity(result):
     """What tells a result from the others of its file."""
-    recipe = recipe_fields(result)
+    recipe = result["recipe"]
     what = str({k: v for k, v in sorted(recipe.items()) if k == "seed" or k not in MAY_DIFFER})
     return result["kind"], result.get("label"), corpus_of(result), what
 
@@ -188,13 +173,10 @@ def seed_stats(results, name, lengths=None):
 
 
 def paired_differences(results, reference, name, lengths):
-    """
-    Of one number, results - reference, for each seed that both have: (seeds, lengths); of a list
-    of W numbers (seeds, lengths, W).
-    """
+    """Of one number, results - reference, for each seed that both have: (seeds, lengths)."""
     theirs = {seed_of(r): r["lengths"] for r in reference}
     pairs = [(r["lengths"], theirs[seed_of(r)]) for r in results if seed_of(r) in theirs]
-    rows = [[np.subtract(a[n][name], b[n][name]) for n in lengths] for a, b in pairs]
+    rows = [[a[n][name] - b[n][name] for n in lengths] for a, b in pairs]
     return np.array(rows, dtype=float) if rows else np.empty((0, len(lengths)))
 
 
@@ -204,40 +186,24 @@ def rise_removed(by_label, of="RoPE", least=0.1):
     is that of the loss from the training length to the longest that all have, and no share is
     formed where that of `of` is under `least` nats.
     """
-
     every = [r for results in by_label.values() for r in results]
-    first, lengths = train_len_of(every), common_lengths(every)
+    first, lengths, rises = train_len_of(every), common_lengths(every), {}
     if of not in by_label or first not in lengths:
         return {}
-
-    def rises(results):
-        rows = {seed_of(r): r["lengths"] for r in results}
-        return {seed: at[lengths[-1]]["loss"] - at[first]["loss"] for seed, at in rows.items()}
-
-    whole, shares = rises(by_label[of]), {}
     for label, results in by_label.items():
-        pairs = [(rise, whole.get(seed, 0)) for seed, rise in sorted(rises(results).items())]
-        if label != of and (found := [1 - a / b for a, b in pairs if b >= least]):
-            shares[label] = found
-    return shares
+        rows = {seed_of(r): r["lengths"] for r in sorted(results, key=seed_of)}
+        rises[label] = {s: at[lengths[-1]]["loss"] - at[first]["loss"] for s, at in rows.items()}
+    whole = {seed: rise for seed, rise in rises.pop(of).items() if rise >= least}
+    shares = {
+        label: [1 - rise / whole[seed] for seed, rise in of_label.items() if seed in whole]
+        for label, of_label in rises.items()
+    }
+    return {label: found for label, found in shares.items() if found}
 
 
 def half_interval(values):
     """Half the 95 % interval of the mean of n values (n, ...), by Student's t."""
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-
-
-def half_interval_with_windows(values):
-    """
-    Half the 95 % interval of the mean of values (seeds, windows) where the windows of text, too,
-    are few of many: their variance is added to that of the seeds, without what is neither's (two
-    crossed random effects). Never less than half_interval of the seeds alone.
-    """
-    (S, W), by_seed, by_window = values.shape, values.mean(axis=1), values.mean(axis=0)
-    rest = values - by_seed[:, None] - by_window + values.mean()
-    neither = (rest**2).sum() / ((S - 1) * (W - 1)) / (S * W)
-    of_windows = max(0.0, by_window.var(ddof=1) / W - neither)
-    return float(np.hypot(half_interval(by_seed), stats.t.ppf(0.975, W - 1) * of_windows**0.5))
 
 
 def sign_flip_p(values):
@@ -271,9 +237,6 @@ def compare(named, seeds, folder, beside):
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)
         row |= dict(seeds=len(values), mean=float(values.mean()))
         row |= dict(half_interval=float(half_interval(values)), p=sign_flip_p(values))
-        if kind == "perplexity":
-            by_window = paired_differences(*pairs, "by_window", [length])[:, 0]
-            row["half_with_windows"] = half_interval_with_windows(by_window)
         rows.append(row | dict(p_t=float(stats.ttest_1samp(values, 0).pvalue)))
     worst = 0.0
     for rank, row in enumerate(sorted(rows, key=lambda row: row["p"])):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,9 @@ from common import Refused
 from paper import plot, tables
 from paper import results as res
 from paper.figures import FIGURES, PRIMARY
+
+sys.path.insert(0, str(ROOT / "experiments"))
+from attention_row import page_numbers
 
 
 def write(path, results):
@@ -28,7 +33,6 @@ def evaluations(tmp_path, losses, kind="perplexity", data="bytes"):
             result = json.loads(result_file(tmp_path, kind, "rope", seed, value).read_text())
             for row in result["lengths"].values():
                 row |= {"loss": value, "perplexity": math.exp(value)}
-                row["by_window"] = [value - 0.1, value + 0.1]
             results.append(result | {"label": label, "data": f"data/{data}"})
     return results
 
@@ -77,7 +81,7 @@ def test_the_share_of_ropes_rise_that_is_removed(tmp_path):
     rises = {"RoPE": (0.5, 1.0, 0.05), "FoPE": (0.1, 0.5, 0.0)}
     for result in results:
         row = result["lengths"]["256"] = dict(result["lengths"]["256"])
-        row["loss"] += rises[result["label"]][result["seed"]]
+        row["loss"] += rises[result["label"]][result["recipe"]["seed"]]
         if result["label"] == "RoPE":
             result["lengths"]["512"] = row | {"loss": 9.0}
     loaded = {}
@@ -136,18 +140,6 @@ def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
     assert "| RoPE minus FoPE, loss at 256 (a) | 6 | " in tables.primary_table(rows)
 
 
-def test_an_interval_over_seeds_and_windows_holds_both():
-    """Where only seeds differ it is theirs, where only windows do it is that of windows."""
-    rng = np.random.default_rng(1)
-    seeds, windows = rng.normal(size=(60, 1)), rng.normal(size=(1, 60))
-    for values, n in ((seeds + 0 * windows, seeds), (0 * seeds + windows, windows)):
-        expected = 1.96 * n.std() / math.sqrt(60)
-        assert res.half_interval_with_windows(values) == pytest.approx(expected, rel=0.1)
-    both = res.half_interval_with_windows(seeds + windows)
-    expected = 1.96 * math.hypot(seeds.std(), windows.std()) / math.sqrt(60)
-    assert both == pytest.approx(expected, rel=0.1)
-
-
 @pytest.mark.parametrize("name", PRIMARY)
 def test_at_most_ten_comparisons_are_primary_and_all_are_of_figures(name):
     seeds, named = PRIMARY[name]
@@ -166,3 +158,10 @@ def test_the_committed_comparisons_are_those_of_the_committed_results():
     again = res.compare(named, seeds, ROOT / "results", {figure: () for figure, *_ in named})
     for row, new in zip(committed, again, strict=True):
         assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}
+
+
+def test_the_page_holds_the_numbers_of_the_results():
+    """Else run python experiments/attention_row.py --page."""
+    page = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
+    held = re.search('id="measured">(.*?)</script>', page, re.S)[1]
+    assert json.loads(held) == page_numbers(ROOT / "results" / "mechanism")
