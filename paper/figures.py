@@ -118,16 +118,6 @@ def fs_sigma(recipe):
     return sigma_matched(recipe, recipe.head_dim // 2, recipe.head_dim // 2)
 
 
-def theta_of_cycles(n):
-    """RoPE's theta with which the slowest pair completes n cycles in the training length."""
-    return lambda r: round((r.train_len / (2 * math.pi * n)) ** (r.head_dim / (r.head_dim - 2)), 1)
-
-
-def fire_lr(recipe):
-    """What a check of learning rates found: all others keep the preset's."""
-    return 4e-3 if recipe.preset in TINY else recipe.lr
-
-
 # --- the models
 
 
@@ -139,10 +129,13 @@ def fope(name, label, **pos_args):
     return Model(f"fope_{name}", dict(pos="fope", pos_args=pos_args), f"FoPE, {label}")
 
 
-def cycles(n, theta, **kwargs):
-    """RoPE whose slowest pair completes n cycles: at 512 tokens and a head of 64 by this theta."""
-    changes = dict(pos="rope", theta=theta_of_cycles(n))
-    return Model(f"rope_cycles{n}", changes, f"RoPE, theta {theta}", **kwargs)
+def cycles(n, theta):
+    """RoPE whose slowest pair completes n cycles in training: at 512 and a head of 64 by theta."""
+
+    def of_recipe(r):
+        return round((r.train_len / (2 * math.pi * n)) ** (r.head_dim / (r.head_dim - 2)), 1)
+
+    return Model(f"rope_cycles{n}", dict(pos="rope", theta=of_recipe), f"RoPE, theta {theta}")
 
 
 def floor_at(n):
@@ -177,7 +170,9 @@ def with_changes(models, suffix, label="{}", **changes):
 
 FOUR, PAIR = plain("nope", "alibi", "rope", "fope"), plain("rope", "fope")
 BOTH = ("passkey", "text")
-FIRE = Model("fire_fast", dict(pos="fire", lr=fire_lr), "FIRE")
+# what a check of learning rates found; all others keep the preset's
+FIRE_LR = dict(lr=lambda recipe: 4e-3 if recipe.preset in TINY else recipe.lr)
+FIRE = Model("fire_fast", dict(pos="fire") | FIRE_LR, "FIRE")
 CF, FS = fope("cf", "CF alone", sigma=0), fope("fs", "FS alone", floor=False)
 FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", floor=False, sigma=fs_sigma)
 

@@ -19,14 +19,7 @@ import numpy as np
 
 import common
 from common import Refused
-from paper.results import (
-    is_task,
-    load_results,
-    part_of_answer,
-    seed_stats,
-    train_len_of,
-    unit_of,
-)
+from paper.results import is_task, load_results, part_of_answer, seed_stats, train_len_of, unit_of
 from paper.tables import fill_tables, markdown_table
 
 matplotlib.use("Agg")
@@ -81,16 +74,32 @@ def draw_lines(ax, by_label, name, style, spread):
                 ax.scatter(x, y, s=10, color=colour, alpha=0.5, lw=0)
 
 
-def title_of(what, by_label, spread):
-    """What a panel shows, of how many seeds."""
-    few, many = (f(len(rs) for rs in by_label.values()) for f in (min, max))
-    if many == 1:
-        return f"{what} (one seed)"
-    note = {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
-    return f"{what} (mean of {few if few == many else f'{few} to {many}'} seeds{note})"
-
-
-def length_axis(ax, train_len, lengths):
+def draw_panel(ax, by_label, kind, name, style, spread):
+    """One number of one kind of result against the length that is read."""
+    every = [r for rs in by_label.values() for r in rs]
+    draw_lines(ax, by_label, name, style, spread)
+    if is_task(kind):
+        part = part_of_answer(every)
+        what = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()} {part}"
+        ax.set_ylabel("share that is right (higher is better)")
+        ax.set_ylim(-0.03, 1.03)
+        if name == "token_accuracy" and part == "digits":
+            ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
+            ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=SMALL)
+    else:
+        what = kind.replace("perplexity", name).capitalize().replace("c4", "C4")
+        unit = f"per {unit_of(every)} (lower is better)"
+        ax.set_ylabel(f"loss in nats {unit}" if name == "loss" else f"{name} {unit}, log axis")
+    if name == "perplexity":  # so that equal losses in nats have equal heights
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    few, many = (f(map(len, by_label.values())) for f in (min, max))
+    seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
+    seeds += {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
+    ax.set_title(f"{what} ({'one seed' if many == 1 else seeds})", fontsize=10)
+    train_len, lengths = train_len_of(every), sorted({n for r in every for n in r["lengths"]})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
     ax.minorticks_off()
@@ -99,39 +108,12 @@ def length_axis(ax, train_len, lengths):
     ax.grid(alpha=0.25)
 
 
-def text_panel(ax, by_label, measure, kind, style, spread):
-    draw_lines(ax, by_label, measure, style, spread)
-    name = "loss in nats" if measure == "loss" else measure
-    label = f"{name} per {unit_of(next(iter(by_label.values())))} (lower is better)"
-    if measure == "perplexity":  # so that equal losses in nats have equal heights
-        label += ", log axis"
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    ax.set_ylabel(label)
-    what = kind.replace("perplexity", measure).capitalize().replace("c4", "C4")
-    ax.set_title(title_of(what, by_label, spread), fontsize=10)
-
-
 def same_span(axes):
     """The same factor from the bottom to the top of each of these log axes."""
     limits = np.log([ax.get_ylim() for ax in axes])
     half = np.ptp(limits, axis=1).max() / 2
     for ax, middle in zip(axes, limits.mean(axis=1), strict=True):
         ax.set_ylim(np.exp(middle - half), np.exp(middle + half))
-
-
-def task_panel(ax, by_label, name, task, style, spread):
-    draw_lines(ax, by_label, name, style, spread)
-    part = part_of_answer(next(iter(by_label.values())))
-    what = f"Whole {task}s" if name == "accuracy" else f"{task.capitalize()} {part}"
-    if name == "token_accuracy" and part == "digits":
-        ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
-        ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=SMALL)
-    ax.set_ylim(-0.03, 1.03)
-    ax.set_ylabel("share that is right (higher is better)")
-    ax.set_title(title_of(what, by_label, spread), fontsize=10)
 
 
 def figure_length(results, measure="perplexity", message=""):
@@ -144,21 +126,16 @@ def figure_length(results, measure="perplexity", message=""):
     panels = of_text + [(kind, name) for kind in results if is_task(kind) for name in of_tasks]
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
     columns = min(len(panels), 2)  # more would make text too small in a README
-    rows = -(-len(panels) // columns)
-    few = len(style) <= FEW
-    legend_rows = 1 if few else -(-len(style) // 3)
-    size = dict(figsize=(10.4, 4 * rows + 0.25 * legend_rows + 0.4 * bool(message)))
+    in_legend = 4 if len(style) == 4 else 3  # side by side
+    rows, legend_rows = -(-len(panels) // columns), -(-len(style) // in_legend)
+    size = dict(figsize=(10.4, 4 * rows + 0.25 * legend_rows + 0.2 * bool(message)))
     fig, axes = plt.subplots(rows, columns, **size, squeeze=False, layout="constrained")
     axes = axes.flat
     for ax in axes[len(panels) :]:
         ax.remove()
     for ax, (kind, name) in zip(axes, panels, strict=False):
-        by_label = results[kind]
-        spread = "" if not few else "dots" if is_task(kind) else "band"
-        panel = task_panel if is_task(kind) else text_panel
-        panel(ax, by_label, name, kind, style, spread)
-        every = [r for rs in by_label.values() for r in rs]
-        length_axis(ax, train_len_of(every), sorted({n for r in every for n in r["lengths"]}))
+        spread = "" if len(style) > FEW else "dots" if is_task(kind) else "band"
+        draw_panel(ax, results[kind], kind, name, style, spread)
     if of_text and measure == "perplexity":
         same_span(axes[: len(of_text)])
     if message:
@@ -166,8 +143,8 @@ def figure_length(results, measure="perplexity", message=""):
     handles = {}
     for ax in fig.axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
-    layout = dict(loc="outside lower center", ncols=len(style) if few else 3)
-    fig.legend(handles.values(), handles.keys(), frameon=False, fontsize=SMALL, **layout)
+    layout = dict(loc="outside lower center", ncols=in_legend, frameon=False, fontsize=SMALL)
+    fig.legend(handles.values(), handles.keys(), **layout)
     return fig
 
 

@@ -30,15 +30,6 @@ NAMES = {
 }
 MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
 
-SAME_TEXT = {  # what losses must share
-    "tokenizers": lambda result, row: result["recipe"].get("tokenizer"),
-    "texts": lambda result, row: result.get("data_sha256"),
-    "amounts of text (--max_tokens, --lengths)": lambda result, row: (
-        row.get("tokens"),
-        parse_lengths(result["recipe"].get("lengths", "1x"), train_len_of([result]))[-1],
-    ),
-}
-
 # --- reading
 
 
@@ -93,11 +84,10 @@ def check_together(by_kind):
     if len(train_lens) > 1:
         raise Refused(f"these results have several training lengths: {sorted(train_lens)}")
     for kind, results in of_kind.items():
-        if not (lengths := common_lengths(results)):
+        if not common_lengths(results):
             raise Refused(f"these {kind} results have no length in common")
-        for what, same in SAME_TEXT.items() if not is_task(kind) else ():
-            if len({str(same(r, r["lengths"][lengths[0]])) for r in results}) > 1:
-                raise Refused(f"these {kind} results cannot be compared: several {what}")
+        if not is_task(kind):
+            check_same_text(kind, results)
         for label, seeds in by_kind[kind].items():
             trained = [
                 r["recipe"] | {"step": r.get("step"), "training data": r.get("trained_on")}
@@ -107,6 +97,21 @@ def check_together(by_kind):
                 if len({str(recipe.get(name)) for recipe in trained}) > 1:
                     what = f"the seeds of {label} differ in {name}"
                     raise Refused(f"{what}; tell them apart by --label")
+
+
+def check_same_text(kind, results):
+    first, train_len = common_lengths(results)[0], train_len_of(results)
+    same = {
+        "tokenizers": [r["recipe"].get("tokenizer") for r in results],
+        "texts": [r.get("data_sha256") for r in results],
+        "--max_tokens": [r["lengths"][first].get("tokens") for r in results],
+        "--lengths": [  # whole windows of the longest are read
+            parse_lengths(r["recipe"].get("lengths", "1x"), train_len)[-1] for r in results
+        ],
+    }
+    for what, values in same.items():
+        if len(set(map(str, values))) > 1:
+            raise Refused(f"these {kind} results cannot be compared: several {what}")
 
 
 def is_task(kind):

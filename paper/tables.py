@@ -119,14 +119,14 @@ def distance_table(results):
         every, rows = [r for rs in by_label.values() for r in rs], []
         lengths, train_len = common_lengths(every), train_len_of(every)
         for label, rs in by_label.items():
-            cells = {f"{label}, within {train_len}": [], f"{label}, further": []}
+            near, further = [f"{label}, within {train_len}"], [f"{label}, further"]
             for length in lengths:
                 trials = [r["lengths"][length] for r in rs]
                 far = np.concatenate([trial["distance"] for trial in trials]) >= train_len
                 right = np.concatenate([trial["right"] for trial in trials])
-                for row, chosen in zip(cells.values(), (right[~far], right[far]), strict=True):
-                    row.append(f"{100 * chosen.mean():.0f} ({len(chosen)})" if len(chosen) else "")
-            rows += [[name, *row] for name, row in cells.items()]
+                for row, found in ((near, right[~far]), (further, right[far])):
+                    row.append(f"{100 * found.mean():.0f} ({len(found)})" if len(found) else "")
+            rows += [near, further]
         columns = ["whole keys, % (of trials)", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         tables.append(grid(columns, rows))
     return "\n\n".join(tables)

@@ -318,7 +318,7 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     assert (tmp_path / "text" / "fope_s0" / "checkpoint.pt").exists()
-    output, stderr = start(tmp_path, "equations").communicate(timeout=300)
+    output, stderr = start(tmp_path, "equations").communicate(timeout=600)
     assert (tmp_path / "equations_quick.png").exists(), stderr
     results = json.loads((tmp_path / "equations_quick.json").read_text())
     equations = [f"FoPE, equations, sigma {sigma}" for sigma in (0, 0.1, 0.3)]
@@ -329,10 +329,10 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert logged == sorted(set(logged))
     more = results[0] | {"label": "one of another machine, say"}
     (tmp_path / "equations_quick.json").write_text(json.dumps([results[0], more]))
-    start(tmp_path, "equations").communicate(timeout=300)
+    start(tmp_path, "equations").communicate(timeout=600)
     assert json.loads((tmp_path / "equations_quick.json").read_text()) == [*results, more]
     (tmp_path / "equations_quick.json").write_text('["a note"]')
-    _, stderr = start(tmp_path, "equations").communicate(timeout=300)
+    _, stderr = start(tmp_path, "equations").communicate(timeout=600)
     assert "\nerror: " in stderr and "equations_quick.json" in stderr
     assert (tmp_path / "equations_quick.json").read_text() == '["a note"]'
     shorter = results[0] | {"recipe": results[0]["recipe"] | {"tokens": 10}}
