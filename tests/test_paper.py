@@ -28,15 +28,8 @@ paper = importlib.import_module("paper.__main__")
 
 
 def arguments(tmp_path, size="tiny", **more):
-    values = dict(
-        size=size,
-        tokens=None,
-        seeds=range(2),
-        passkey_seeds=None,
-        out=tmp_path,
-        device="cpu",
-        at_once=2,
-    )
+    values = dict(size=size, tokens=None, seeds=range(2), passkey_seeds=None)
+    values |= dict(out=tmp_path, device="cpu", at_once=2)
     return type("Arguments", (), {**values, **more})
 
 
@@ -61,11 +54,8 @@ def test_every_command_of_every_figure_is_understood(name, size, tmp_path):
                     assert recipe.check() == job.recipe
             else:
                 parser = evaluation.evaluation_parser("")
-                of_script = {
-                    "eval_passkey.py": ("--trials", "--seed", "--task"),
-                    "eval_perplexity.py": ("--max_tokens", "--data"),
-                }
-                for flag in of_script[script]:
+                more = ("--max_tokens", "--data")
+                for flag in more if script == "eval_perplexity.py" else ("--task",):
                     parser.add_argument(flag)
                 parser.parse_args(words)
 
