@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -27,6 +27,7 @@ from conftest import (
     write_text,
 )
 
+import checkpoint as checkpoint_of_a_run
 import common
 import data
 import eval_passkey
@@ -36,7 +37,7 @@ import prepare_data
 import train
 from checkpoint import load_checkpoint, load_run
 from common import one_sentence_errors
-from fope import POSITION_EMBEDDINGS, FoPE, NoPE, RoPE, above_floor, rope_freqs
+from fope import POSITION_EMBEDDINGS, FoPE, NoPE, above_floor, rope_freqs
 from recipe import RECIPES
 from train import learning_rate
 
@@ -77,7 +78,7 @@ def test_tiny_recipes_and_their_models():
     for preset, expected in (("tiny", text), ("tiny_passkey", text | passkey)):
         recipe = parsed("--preset", preset)
         assert {name: getattr(recipe, name) for name in expected} == expected
-        config = train.new_model(replace(recipe, vocab_size=257), None).config
+        config = model.GPT(replace(recipe, vocab_size=257)).config
         shape = config.n_layer, config.n_head, config.head_dim, config.n_embd
         assert shape == (4, 4, 64, 128)
         assert config.init_std == 0.05 and config.train_len == 512
@@ -87,24 +88,6 @@ def test_tiny_recipes_and_their_models():
     assert (recipe.task, recipe.task_share) == ("passkey", 0.5)
     # frequencies above the floor: head_dim/4, so that each of FoPE's series has one of its own
     assert len(above_floor(rope_freqs(64), 512)) == 16
-
-
-NOTE = "note: of FoPE's 16 series 9 have a frequency of their own, 7 are of noise alone"
-
-
-@pytest.mark.parametrize(
-    "flags, noted",
-    [
-        (["--train_len=1024"], True),
-        (["--train_len=1024", "--pos_args", "variant=paper"], False),
-        (["--train_len=1024", "--pos=rope"], False),
-        (["--train_len=512"], False),
-    ],
-)
-def test_a_new_fope_with_series_of_noise_alone_is_noted(capsys, flags, noted):
-    recipe = parsed("--n_head=1", "--head_dim=64", "--n_layer=1", *flags)
-    train.new_model(replace(recipe, vocab_size=257), None)
-    assert (NOTE in capsys.readouterr().out) == noted
 
 
 @pytest.mark.parametrize("pos, n_own", [("rope", 18), ("fope", 16)])
@@ -144,7 +127,7 @@ def test_resume_is_bit_exact(data_folder, pos_name, tmp_path):
 
 
 def test_resume_needs_no_other_flag(data_folder, checkpoint, tmp_path):
-    refuses(train.main, ["--resume", "--out", tmp_path], "there is no run in")
+    refuses(train.main, ["--resume", "--out", tmp_path], str(tmp_path))
     run_training(data_folder, tmp_path, "--stop_at", "7")
     train.main(["--resume", "--out", str(tmp_path)])
     assert same(weights(tmp_path), weights(checkpoint))
@@ -154,22 +137,6 @@ def test_resume_needs_no_other_flag(data_folder, checkpoint, tmp_path):
 def test_resume_where_there_is_no_run_starts_it(data_folder, checkpoint, tmp_path):
     started = run_training(data_folder, tmp_path / "run", "--resume")
     assert same(weights(started), weights(checkpoint))
-
-
-def test_resume_with_changed_code_prints_one_note(data_folder, tmp_path, monkeypatch, capsys):
-    run_training(data_folder, tmp_path, "--stop_at", "1")
-    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "2"])
-    assert "note:" not in capsys.readouterr().err
-    now = common.code_hashes()
-    assert set(now) == {"fope.py", "baselines.py", "model.py"}
-    monkeypatch.setattr(common, "code_hashes", lambda: now | {"model.py": "0" * 16})
-    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "3"])
-    notes = [line for line in capsys.readouterr().err.splitlines() if "note:" in line]
-    assert notes == [f"note: model.py has changed since {tmp_path} was trained"]
-    # what the run was started with stays on record, and where it went on with other code
-    config = weights(tmp_path)["config"]
-    assert config["code"] == now and config["code_since"]["step"] == 2
-    assert config["code_since"]["model.py"] == "0" * 16
 
 
 def test_resume_drops_log_lines_after_the_checkpoint(data_folder, tmp_path):
@@ -224,8 +191,7 @@ def test_a_signal_finishes_the_step_and_saves(
         run_training(data_folder, tmp_path)
     assert info.value.code == 128 + number and weights(tmp_path)["step"] == 3
     assert signal.getsignal(number) is before
-    output = capsys.readouterr().out
-    assert "stopped at step 3 of 20" in output and "--resume" in output
+    assert "step 3 of 20 is saved" in capsys.readouterr().out
     run_training(data_folder, tmp_path, "--resume")
     assert same(weights(tmp_path), weights(checkpoint))
 
@@ -246,7 +212,7 @@ def test_a_signal_from_outside_finishes_the_step_and_saves(data_folder, tmp_path
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     step = weights(out)["step"]
-    assert step >= 3 and f"stopped at step {step:,}" in output and "--resume" in output
+    assert step >= 3 and f"step {step:,} of" in output and "--resume" in output
 
 
 def test_a_dead_reader_of_the_bar_does_not_cost_the_checkpoint(
@@ -257,17 +223,16 @@ def test_a_dead_reader_of_the_bar_does_not_cost_the_checkpoint(
     monkeypatch.setattr(sys, "stderr", open(write_end, "w"))  # noqa: SIM115
     bar = partial(train.tqdm, mininterval=0)
     monkeypatch.setattr(train, "tqdm", lambda **kwargs: (bar(**kwargs), os.close(read_end))[0])
-    with pytest.raises(BrokenPipeError):
-        run_training(data_folder, tmp_path)
+    run_training(data_folder, tmp_path)
     assert same(weights(tmp_path), weights(checkpoint))
 
 
 def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
-    def save(*args, real=train.save_checkpoint, **kwargs):
+    def save(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
         signal.raise_signal(signal.SIGINT)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(train, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint_of_a_run, "save_checkpoint", save)
     with pytest.raises(SystemExit, match="130"):
         run_training(data_folder, tmp_path, "--stop_at", "2")
     assert weights(tmp_path)["step"] == 2
@@ -303,14 +268,14 @@ def train_argv(data, out, *flags):
 def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(
     data_folder, tmp_path, monkeypatch
 ):
-    real, calls = train.GPT.forward, []
+    real, calls = model.GPT.forward, []
 
     def breaks(self, idx, targets=None, **kwargs):
         calls.append(1)
         loss = real(self, idx, targets, **kwargs)
         return loss * float("nan") if len(calls) == 8 else loss
 
-    monkeypatch.setattr(train.GPT, "forward", breaks)
+    monkeypatch.setattr(model.GPT, "forward", breaks)
     argv = train_argv(data_folder, tmp_path, "--save_every=5", "--eval_every=100")
     refuses(train.main, argv, "step 8", "nan")
     state = weights(tmp_path)
@@ -322,7 +287,7 @@ def test_weights_that_are_not_finite_are_not_saved(data_folder, tmp_path, monkey
     before = (tmp_path / "checkpoint.pt").read_bytes()
     monkeypatch.setattr(train, "learning_rate", lambda *args: math.inf)
     argv = train_argv(data_folder, tmp_path, "--resume", "--stop_at=3")
-    refuses(train.main, argv, "the weights of step 3 are no longer finite")
+    refuses(train.main, argv, "step 3")
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
@@ -351,14 +316,6 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
     assert log(compiled)[-1]["val_loss"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_run_is_saved_by_the_clock_where_steps_are_slow(data_folder, tmp_path, monkeypatch):
-    saved = []
-    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(train, "save_checkpoint", lambda *args, step, **kw: saved.append(step))
-    run_training(data_folder, tmp_path, "--stop_at=4")
-    assert saved == [1, 2, 3, 4]
-
-
 def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
     """The second is refused, whether the first is a run under way or one that has just begun."""
     run_training(data_folder, tmp_path / "run", "--stop_at=2")
@@ -367,20 +324,9 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
     for name in ("run", "new"):
         with common.lock(tmp_path / name):
             argv = train_argv(data_folder, tmp_path / name, "--resume")
-            refuses(train.main, argv, f"another command is writing to {tmp_path / name}")
+            refuses(train.main, argv, str(tmp_path / name))
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
     run_training(data_folder, tmp_path / "run", "--resume", "--stop_at=3")
-
-
-@pytest.mark.parametrize("shape", [(3,), (32,), (64, 32)])
-def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shape):
-    """In torch's fused step wrong shapes are a crash of the process, or other numbers."""
-    run_training(data_folder, tmp_path, "--stop_at=2")
-    state = weights(tmp_path)
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(shape)
-    torch.save(state, tmp_path / "checkpoint.pt")
-    argv = train_argv(data_folder, tmp_path, "--resume")
-    refuses(train.main, argv, "of another kind or shape: cannot resume")
 
 
 # --- refusals
@@ -389,83 +335,142 @@ def test_an_optimizer_of_other_parameters_is_refused(data_folder, tmp_path, shap
 @pytest.mark.parametrize(
     "flags, words",
     [
-        # numbers out of range, unknown names
-        (["--tokens", "0"], ("--tokens must be at least 1",)),
-        (["--n_embd", "2000000000000000000"], ("--n_embd must be at least 1 and at most",)),
-        (["--n_layer", "1.5"], ("argument --n_layer: invalid int value: '1.5'",)),
-        (["--seed", "99999999999999999999"], ("--seed must be",)),
-        (["--task=passkey", "--task_share", "1.5"], ("--task_share must be at least 0",)),
-        (["--lr", "nan"], ("--lr must be",)),
-        (["--lr", "1001"], ("--lr must be at least 0 and at most 1,000",)),
-        (["--seed", "-1"], ("--seed must be at least 0",)),
-        (["--theta", "0.5"], ("--theta must be at least 2",)),
-        (["--init_std", "0"], ("--init_std must be at least 1e-06",)),
-        (["--preset", "2M"], ("'2M'", "tiny_passkey", "1.2B")),
-        (["--task=keys", "--task_share=1"], ("unknown task 'keys'; known: passkey",)),
-        (["--tokns", "5"], ("unrecognized arguments: --tokns 5",)),
+        (["--tokens", "0"], ["--tokens"]),
+        (["--n_layer", "1.5"], ["--n_layer"]),
+        (["--lr", "nan"], ["--lr"]),
+        (["--seed", "-1"], ["--seed"]),
+        (["--preset", "2M"], ["2M", "tiny_passkey", "1.2B"]),
+        (["--tokns", "5"], ["--tokns"]),
+        (["--task=keys", "--task_share=1"], ["keys", "passkey_anywhere"]),
+        (["--task=passkey"], ["--task_share"]),
+        (["--task=passkey", "--task_share", "1.5"], ["--task_share"]),
+        (["--lengths", "1.5x"], ["--lengths"]),
         # the embedding
-        (["--pos_args", "gamma=3"], ("fope has no keyword gamma", "sigma (float)")),
-        (["--pos_args", "gamma"], ("keyword=value",)),
-        (["--pos_args", "train_len=2"], ("fope has no keyword train_len",)),
-        (["--pos_args", "sigma=0.1", "sigma=0.2"], ("each once",)),
-        (["--head_dim", "15"], ("head_dim must be even, not 15",)),
-        # scales need a trained model
-        (["--rope_scaling", "factor=2"], ("--init_from",)),
-        (
-            ["--rope_scaling", "factor=Infinity", "original_len=9"],
-            ("must be float, not 'Infinity'",),
-        ),
+        (["--pos", "xpos"], ["xpos", "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"]),
+        (["--pos", "no_file.Mine"], ["no_file"]),
+        (["--pos", "paper.readings.Mine"], ["Mine"]),
+        (["--pos_args", "gamma=3"], ["gamma", "sigma (float)"]),
+        (["--pos_args", "gamma"], ["--pos_args"]),
+        (["--pos_args", "train_len=2"], ["train_len"]),
+        (["--head_dim", "15"], ["head_dim"]),
+        (["--rope_scaling", "factor=2"], ["--init_from"]),  # a trained model's alone
         # what does not fit together
-        (["--train_len", "100000"], ("needs more than", "--eval_tokens is")),
-        (["--warmup_steps", "20"], ("fewer than the 20 steps",)),
-        (["--batch_size", "6", "--grad_accum", "4"], ("cannot be divided into 4 micro-batches",)),
-        (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ("does not fit 32",)),
-        (["--task=passkey_anywhere", "--task_share=0.5"], ("does not fit 8",)),
-        (["--task=passkey"], ("--task and --task_share go together",)),
-        (["--task_share=0.5"], ("--task and --task_share go together",)),
+        (["--train_len", "600"], ["--train_len", "--eval_tokens"]),
+        (["--warmup_steps", "20"], ["--warmup_steps"]),
+        (["--batch_size", "6", "--grad_accum", "4"], ["--batch_size", "--grad_accum"]),
+        (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ["does not fit 32"]),
+        (["--task=passkey_anywhere", "--task_share=0.5"], ["does not fit 8"]),
         # what is not there
-        (["--device", "meta"], ("--device must be cpu", "not meta")),
-        (["--device", "cuda:7"], ("--device", "cuda:7")),
-        (["--data", "nowhere"], ("no data folder nowhere",)),
+        (["--device", "cuda:7"], ["--device", "cuda:7"]),
+        (["--device", "gpu"], ["--device", "gpu"]),
+        (["--data", "nowhere"], ["nowhere"]),
     ],
 )
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
     refuses(train.main, train_argv(data_folder, tmp_path / "new", *flags), *words)
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new" / "checkpoint.pt").exists()
 
 
-def test_pos_args():
-    pairs = ["sigma=0.4", "n_freq=64", "variant=paper", "floor=false"]
-    _, given = train.parse_args(["--out", "x", "--pos_args", *pairs])
-    expected = {"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False}
-    assert given["pos_args"] == expected
-
-
-def test_unknown_embedding_lists_the_known_ones():
-    argv = ["--out", "y", "--pos", "xpos"]
-    refuses(train.main, argv, "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a")
-
-
-def test_a_run_is_not_put_beside_its_data(data_folder, tmp_path):
+def test_a_run_does_not_go_into_a_folder_of_something_else(data_folder, tmp_path):
+    """Its data, another program's model; what a run that was killed at its start left is its own."""
     before = sorted(data_folder.iterdir())
-    refuses(train.main, train_argv(data_folder, data_folder), "has a meta.json and no checkpoint")
+    refuses(train.main, train_argv(data_folder, data_folder), "--out")
     assert sorted(data_folder.iterdir()) == before
     (tmp_path / "config.json").write_text("a model of another program")
-    refuses(train.main, train_argv(data_folder, tmp_path), "has a config.json and no checkpoint")
-    (tmp_path / "config.json").rename(tmp_path / "tokenizer.tiktoken")  # as of data half prepared
-    refuses(train.main, train_argv(data_folder, tmp_path), "has a tokenizer.tiktoken and no")
-    (tmp_path / "tokenizer.tiktoken").rename(tmp_path / "config.json")
+    refuses(train.main, train_argv(data_folder, tmp_path), "--out")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "log.jsonl")
-    refuses(train.main, train_argv(data_folder, tmp_path), "has a log.jsonl and no checkpoint")
-    assert (tmp_path / "log.jsonl").read_text() == "a model of another program"
+    run_training(data_folder, tmp_path, "--stop_at=1")
+
+
+def test_resume_under_another_commit_says_so_in_one_line(
+    data_folder, tmp_path, monkeypatch, capsys
+):
+    run_training(data_folder, tmp_path, "--stop_at", "1")
+    monkeypatch.setattr(common, "git_commit", lambda: "another")
+    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "2"])
+    notes = [line for line in capsys.readouterr().out.splitlines() if "this is another" in line]
+    assert len(notes) == 1
+
+
+def test_a_checkpoint_of_changed_code_is_refused_by_the_names_that_differ(
+    checkpoint, tmp_path, monkeypatch
+):
+    class Renamed(model.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.wide = self._modules.pop("up")
+
+    monkeypatch.setattr(model, "MLP", Renamed)
+    for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
+        message = refuses(main, [*argv, checkpoint], "mlp.wide.weight", "mlp.up.weight", "commit")
+        assert "damaged" not in message
+
+
+def test_a_run_is_saved_by_the_clock_where_steps_are_slow(data_folder, tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0.0)
+    save = lambda *args, step, **kwargs: saved.append(step)  # noqa: E731
+    monkeypatch.setattr(checkpoint_of_a_run, "save_checkpoint", save)
+    run_training(data_folder, tmp_path, "--stop_at=4")
+    assert saved == [1, 2, 3, 4]
+
+
+MINE = """
+from fope import RoPE
+
+
+class Slower(RoPE):
+    def __init__(self, *, factor: float = 4.0, **kwargs):
+        super().__init__(**kwargs)
+        self.freqs /= factor
+"""
+
+
+def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
+    """mine.py beside the project, --pos mine.Slower, and no file of ours is changed."""
+    (tmp_path / "mine_of_a_test.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--pos=mine_of_a_test.Slower", "--pos_args", "factor=2", "--stop_at=1"]
+    run = run_training(data_folder, tmp_path / "run", *flags)
+    freqs = load_run(run)[0].blocks[0].attn.pos.freqs
+    assert torch.equal(freqs, rope_freqs(16) / 2)
+    refuses(train.main, train_argv(data_folder, tmp_path / "x", flags[0], "--pos_args", "f=1"), "f")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--n_layer", "3"], "--n_layer is 2"),
+        (["--preset", "20M"], "--preset is tiny"),
+        (["--rope_scaling", "factor=0"], "factor"),
+        (["--rope_scaling", "temperature=true"], "factor"),
+        (["--pos", "alibi", "--rope_scaling", "factor=2"], "--rope_scaling"),
+        (["--pos_args", "sigma=0.9"], "sigma 0.9"),
+        (["--init_from", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words):
+    argv = ["--data", data_folder, "--init_from", checkpoint, "--out", tmp_path / "x"]
+    refuses(train.main, [*argv, "--tokens=1280", *flags], words)
+
+
+def test_mfu_is_of_the_card_that_is_there(monkeypatch):
+    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
+    assert train.use_of_device(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        use = train.use_of_device(1000, model, torch.device("cuda"))
+        assert use == {"tokens_per_s": 1000, "mfu": round(989 / 4 / peak, 4), "peak_gb": 3.0}
 
 
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
     before = (checkpoint / "checkpoint.pt").read_bytes()
     argv = train_argv(data_folder, checkpoint)
-    refuses(train.main, argv, "already holds a run", "--resume")
-    refuses(train.main, [*argv, "--resume", "--lr", "0.1"], "--lr 0.002, not 0.1")
-    refuses(train.main, [*argv, "--resume", "--theta", "500"], "--theta 10000.0, not 500")
+    refuses(train.main, argv, "--resume")
+    refuses(train.main, [*argv, "--resume", "--lr", "0.1"], "--lr 0.002")
+    refuses(train.main, [*argv, "--resume", "--theta", "500"], "--theta 10000.0")
     assert (checkpoint / "checkpoint.pt").read_bytes() == before
 
 
@@ -480,11 +485,11 @@ def test_resume_on_other_data_is_refused(data_folder, tmp_path):
     run_training(same, tmp_path / "run", "--stop_at", "2")
     for folder in (fewer, changed):
         argv = train_argv(folder, tmp_path / "run", "--resume")
-        refuses(train.main, argv, f"{folder} has other data than")
+        refuses(train.main, argv, str(folder))
     argv = train_argv(data_folder, tmp_path / "run", "--resume")
-    refuses(train.main, argv, "run has the tokenizer byte", f"{data_folder} has bpe:512")
+    refuses(train.main, argv, "tokenizer byte", "bpe:512")
     argv = ["--data", data_folder, "--init_from", tmp_path / "run", "--out", tmp_path / "x"]
-    refuses(train.main, argv, "run has the tokenizer byte", f"{data_folder} has bpe:512")
+    refuses(train.main, argv, "tokenizer byte", "bpe:512")
     run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
 
 
@@ -501,48 +506,12 @@ def test_a_mistake_in_an_embedding_has_its_traceback(data_folder, tmp_path, monk
         one_sentence_errors(train.main)(list(map(str, train_argv(data_folder, tmp_path))))
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, OSError])
-def test_a_mistake_in_its_constructor_too(data_folder, tmp_path, monkeypatch, error):
-    class Mine(RoPE):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            raise error("a bug")
-
-    monkeypatch.setitem(POSITION_EMBEDDINGS, "mine", Mine)
-    argv = map(str, train_argv(data_folder, tmp_path / "run", "--pos=mine"))
-    with pytest.raises(error, match="a bug"):
-        one_sentence_errors(train.main)(list(argv))
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(
-    checkpoint, tmp_path, monkeypatch
-):
-    class Renamed(model.MLP):
-        def __init__(self, config):
-            super().__init__(config)
-            self.wide = self._modules.pop("up")
-
-    class Wider(model.MLP):
-        def __init__(self, config):
-            super().__init__(replace(config, n_embd=2 * config.n_embd))
-
-    resume, evaluate = ["--resume", "--out", checkpoint], [checkpoint, "--out", tmp_path / "r.json"]
-    for MLP, words in (
-        (Renamed, ("without blocks.0.mlp.wide.weight", "it has blocks.0.mlp.up.weight")),
-        (Wider, ("of another shape blocks.0.mlp.down.weight", "blocks.0.mlp.gate.weight")),
-    ):
-        monkeypatch.setattr(model, "MLP", MLP)
-        for main, argv in ((train.main, resume), (eval_perplexity.main, evaluate)):
-            message = refuses(main, argv, "this code, which may have changed since", *words)
-            assert "damaged" not in message
-
-
 def test_a_run_whose_embedding_is_gone_is_refused_by_its_name(data_folder, tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setitem(POSITION_EMBEDDINGS, "mine", type("Mine", (NoPE,), {}))
         run_training(data_folder, tmp_path, "--pos=mine", "--stop_at=1")
     for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
-        message = refuses(main, [*argv, tmp_path], "unknown position embedding 'mine'", "nope")
+        message = refuses(main, [*argv, tmp_path], "mine", "nope")
         assert "damaged" not in message
 
 
@@ -573,83 +542,6 @@ def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypa
     assert [row["trials"] for row in result["lengths"].values()] == [3, 3]
     eval_passkey.main([str(run), "--task", "passkey"])
     assert json.loads((run / "passkey.json").read_text())["kind"] == "passkey"
-
-
-# --- runs of before recipe.py
-
-
-def rewritten(run, out, change):
-    """A copy of a run, but with change(config) as what it says of itself."""
-    shutil.copytree(run, out)
-    state = weights(run)
-    state["config"] = change(state["config"])
-    torch.save(state, out / "checkpoint.pt")
-    (out / "config.json").write_text(json.dumps(state["config"]))
-    return out
-
-
-MODEL_FIELDS = ("pos", "pos_args", "rope_scaling", "train_len", "vocab_size", "n_layer", "n_head")
-MODEL_FIELDS += ("head_dim", "n_embd", "theta", "init_std", "qk_norm", "seed")
-OLD_FLAGS = ("data", "preset", "pos", "train_len", "tokens", "batch_size", "grad_accum", "lr")
-OLD_FLAGS += ("warmup_steps", "weight_decay", "seed", "eval_tokens", "compile", "qk_norm")
-
-
-def as_of_071ed41(config):
-    """config.json as that commit wrote it, where flags that were not given are None."""
-    recipe = config["recipe"]
-    old = {name: recipe[name] for name in OLD_FLAGS}
-    old |= dict(passkey_frac=recipe["task_share"], init_from=recipe["init_from"] or None)
-    old |= dict(pos_args=[f"{k}={json.dumps(v)}" for k, v in recipe["pos_args"].items()])
-    old |= dict(yarn_scale=None, yarn_temperature=False, pi_scale=None, eval_every=None)
-    old |= dict.fromkeys(("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std"))
-    return {
-        "model": {name: recipe[name] for name in MODEL_FIELDS},
-        "data": recipe["data"],
-        "n_windows": config["n_windows"],
-        "tokenizer": recipe["tokenizer"],
-        "training": old | {"data_sha256": config["data_sha256"]},
-    }
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [[], ["--pos_args", "sigma=0.4"], ["--train_len=256", "--task=passkey", "--task_share=0.5"]],
-)
-def test_a_run_of_the_old_format_is_read_evaluated_and_resumed(data_folder, tmp_path, flags):
-    straight = run_training(data_folder, tmp_path / "straight", *flags)
-    half = run_training(data_folder, tmp_path / "half", *flags, "--stop_at=2")
-    old = rewritten(half, tmp_path / "old", as_of_071ed41)
-    recipes = [load_run(run)[0].config for run in (half, old)]
-    # what that commit did not record
-    unknown = dict.fromkeys(("save_every", "eval_every", "lengths", "read_tokens", "trials"))
-    assert [asdict(recipe) | unknown for recipe in recipes] == [asdict(recipes[0]) | unknown] * 2
-    for script, more in (
-        (eval_perplexity, ["--max_tokens=2000"]),
-        (eval_passkey, ["--trials=3", "--lengths=256"]),
-    ):
-        results = []
-        out = tmp_path / f"{script.__name__}.json"
-        for run in (half, old):
-            script.main([str(run), *more, "--out", str(out)])
-            results.append(json.loads(out.read_text()))
-        assert results[0]["lengths"] == results[1]["lengths"]
-    train.main(["--resume", "--out", str(old)])
-    for key in ("model", "optimizer", "step"):
-        assert same(weights(old)[key], weights(straight)[key])
-    # and is of the new format from then on
-    config = weights(old)["config"]
-    assert config.keys() == weights(straight)["config"].keys()
-    assert config["data_sha256"] == weights(straight)["config"]["data_sha256"]
-
-
-def test_a_run_of_the_old_format_is_refused_as_any_other(data_folder, tmp_path):
-    text = write_text(tmp_path / "text", 20)
-    argv = ["--source", text, "--tokenizer", data_folder, "--val_frac", "0.2"]
-    prepare_data.main([str(a) for a in [*argv, "--out", tmp_path / "other"]])
-    half = run_training(data_folder, tmp_path / "half", "--stop_at=2")
-    old = rewritten(half, tmp_path / "old", as_of_071ed41)
-    refuses(train.main, ["--resume", "--out", old, "--lr", "0.1"], "--lr 0.002, not 0.1")
-    refuses(train.main, ["--resume", "--out", old, "--data", tmp_path / "other"], "has other data")
 
 
 # --- starting from another run
@@ -684,12 +576,8 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, scalin
     second = ["--data", data_folder, "--init_from", first, "--train_len=64", "--tokens=1280"]
     second += ["--batch_size=4", "--eval_tokens=512", "--out", tmp_path / "second", *flags]
     train.main([str(a) for a in second])
-    printed = capsys.readouterr().out
     new_pos = "fope" if "--pos=fope" in flags else pos
-    assert f"from {pos} at 32 tokens" in printed and f"to   {new_pos} at 64 tokens" in printed
-    to = next(line for line in printed.splitlines() if line.startswith("to   "))
-    values = [f"'{name}': {value!r}" for name, value in (scaling or {"factor": 2}).items()]
-    assert all((value in to) == bool(scaling) for value in values)
+    assert f"--pos {new_pos} " in capsys.readouterr().out
     model, _, _ = load_checkpoint(tmp_path / "second")
     config = model.config
     # what RoPE has learned of its frequencies stays where it is
@@ -749,120 +637,3 @@ def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
     (first / "checkpoint.pt").unlink()
     train.main([*flags, "--out", str(tmp_path / "b"), "--resume"])
     assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--n_layer", "3"], "--n_layer is 2"),
-        (["--preset", "20M"], "--preset is tiny"),
-        (["--qk_norm"], "--qk_norm is False"),
-        (["--init_std", "0.02"], "--init_std is 0.05"),
-        (["--theta", "500"], "--theta is 10000.0"),
-        (["--rope_scaling", "factor=0"], "at least 1"),
-        (["--rope_scaling", "kind=yarn", "kind=interpolate", "factor=2"], "each once"),
-        (["--rope_scaling", "temperature=true"], "needs a factor"),
-        (["--pos", "alibi", "--rope_scaling", "factor=2"], "alibi has no frequencies"),
-        (["--pos_args", "sigma=0.9"], "with 2 tables, sigma 0.9"),
-        (["--init_from", "nowhere"], "no file nowhere"),
-    ],
-)
-def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words):
-    argv = ["--data", data_folder, "--init_from", checkpoint, "--out", tmp_path / "x"]
-    refuses(train.main, [*argv, "--tokens=1280", *flags], words)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"preset": ["tiny"]},
-        {"train_len": "32", "pos": "rope"},
-        {"train_len": None},
-        {"n_layer": 2.5},
-        {"pos_args": 3},
-        {"tokens": 0},
-        {"unknown": 1},
-    ],
-)
-def test_a_damaged_start_is_refused(data_folder, checkpoint, tmp_path, changes):
-    def change(config):
-        return config | {"recipe": config["recipe"] | changes}
-
-    run = rewritten(checkpoint, tmp_path / "run", change)
-    argv = ["--data", data_folder, "--init_from", run, "--out", tmp_path / "x"]
-    refuses(train.main, argv, "checkpoint.pt")
-
-
-def test_config_json_is_for_people_alone(data_folder, checkpoint, tmp_path):
-    run = shutil.copytree(checkpoint, tmp_path / "run")
-    (run / "config.json").write_text('{"recipe": 1')
-    argv = ["--data", data_folder, "--init_from", run, "--out", tmp_path / "x", "--stop_at=1"]
-    train.main([str(a) for a in [*argv, "--tokens=1280", "--batch_size=4"]])
-    assert load_checkpoint(tmp_path / "x")[0].config.init_from == str(run)
-
-
-@pytest.mark.parametrize(
-    ("hardware", "mfu"), [("NVIDIA H100 80GB HBM3", 0.25), ("x86_64 CPU, 1 threads", None)]
-)
-def test_mfu_is_logged_where_the_peak_of_a_card_is_known(hardware, mfu):
-    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
-    use = train.use_of_device(1000.4, model, torch.device("cpu"), hardware)
-    assert use["tokens_per_s"] == 1000
-    assert use.get("mfu") == (pytest.approx(mfu, rel=1e-3) if mfu else None)
-
-
-def test_the_last_line_says_how_to_read_for_a_minute():
-    tiny, keys = RECIPES["tiny"], RECIPES["tiny_passkey"]
-    assert train.how_to_evaluate(tiny, "a b", 5000) == "eval_perplexity.py 'a b' --max_tokens 60000"
-    assert train.how_to_evaluate(tiny, "a", 100) == "eval_perplexity.py a --max_tokens 8193"
-    assert train.how_to_evaluate(tiny, "a", 1e6) == "eval_perplexity.py a"
-    assert train.how_to_evaluate(keys, "a", 5000) == "eval_passkey.py a --trials 19"
-    assert train.how_to_evaluate(keys, "a", math.inf) == "eval_passkey.py a"
-
-
-def test_sizes_that_no_machine_has_are_refused_at_once(data_folder, tmp_path):
-    for flag in ("--batch_size=1000000000", "--n_layer=10000000", "--trials=1000000000000"):
-        refuses(train.main, ["--data", data_folder, "--out", tmp_path / "x", flag], "at most")
-
-
-def test_compiling_without_a_compiler_is_refused(data_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.shutil, "which", lambda name: None)
-    argv = ["--data", data_folder, "--out", tmp_path / "x", "--compile"]
-    refuses(train.main, argv, "needs a C++ compiler")
-
-
-def test_a_compiled_run_goes_on_without_a_compiler(data_folder, checkpoint, tmp_path, monkeypatch):
-    run = run_training(data_folder, tmp_path / "run", "--stop_at=10")
-    state = weights(run)
-    state["config"]["recipe"]["compile"] = True
-    torch.save(state, run / "checkpoint.pt")
-    monkeypatch.setattr(train.shutil, "which", lambda name: None)
-    argv = ["--out", str(run), "--resume"]
-    refuses(train.main, argv, "needs a C++ compiler")
-    train.main([*argv, "--no-compile"])
-    assert untimed_log(run) == untimed_log(checkpoint)
-
-
-def test_a_run_that_another_command_has_written_meanwhile_is_not_overwritten(
-    data_folder, tmp_path, monkeypatch
-):
-    """It finishes between the look at --out and the lock."""
-    out, make_folder = tmp_path / "run", common.make_folder
-
-    def late(path):
-        monkeypatch.setattr(common, "make_folder", make_folder)
-        run_training(data_folder, out, "--pos=rope")
-        return make_folder(path)
-
-    monkeypatch.setattr(common, "make_folder", late)
-    argv = ["--data", data_folder, "--out", out, *TRAIN_FLAGS, "--pos=nope"]
-    refuses(train.main, argv, "another command has written to")
-    assert load_checkpoint(out)[0].config.pos == "rope"
-
-
-def test_keywords_may_be_given_by_several_flags_and_a_folder_needs_a_name(data_folder, tmp_path):
-    argv = ["--out", "x", "--pos_args", "sigma=0.1", "--pos_args", "cap=false", "n_table=1"]
-    _, given = train.parse_args(argv)
-    assert given["pos_args"] == {"sigma": 0.1, "cap": False, "n_table": 1}
-    refuses(train.main, ["--data", data_folder, "--out", ""], "must have a name")
-    refuses(prepare_data.main, ["--source", "sotu", "--out", ""], "must have a name")
