@@ -11,6 +11,7 @@ at the positions that the model is given, before the keys enter the cache.
 """
 
 import copy
+from typing import ClassVar
 
 import torch
 import transformers
@@ -27,11 +28,6 @@ from model import GPTConfig, make_pos
 from recipe import check_pos
 
 EMBEDDINGS = ("nope", "alibi", "rope", "fope")
-ELSEWHERE = {  # what it would take to exchange the embedding of ...
-    "MistralForCausalLM": "without a sliding window its weights can be loaded as one",
-    "Qwen2ForCausalLM": "q, k and v have biases, the output has none; Attention would have to, too",
-    "Qwen3ForCausalLM": "q and k have norms before they turn; Attention would have to use them",
-}
 torch.backends.cuda.enable_cudnn_sdp(False)  # NaN gradients with a mask: pytorch issue 196678
 
 # --- attention
@@ -131,6 +127,7 @@ class SwappedConfig(LlamaConfig):
 
     model_type = "swapped_llama"
     swap: dict | None = None  # GPTConfig's pos, pos_args, rope_scaling, train_len, qk_norm
+    auto_map: ClassVar = {}  # TRL reads it, and then takes the Auto class
 
     def _validate_read_by_hf_swap_rope_parameters(self, *args, **kwargs):
         """The library wants a function of this name for SWAPPED."""
@@ -157,7 +154,7 @@ load = SwappedLlama.from_pretrained
 
 def check_llama(model):
     if (name := type(model).__name__) not in ("LlamaForCausalLM", "SwappedLlama"):
-        raise Refused(f"{name} is no LlamaForCausalLM: {ELSEWHERE.get(name, 'not known here')}")
+        raise Refused(f"{name} is no LlamaForCausalLM; hf/README.md says what others would take")
 
 
 def learned_type(config):
