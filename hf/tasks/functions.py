@@ -1,0 +1,45 @@
+"""What the tasks in this folder need beyond lm-evaluation-harness."""
+
+import math
+
+import numpy as np
+from datasets import Dataset
+from lm_eval.tasks.longbench import metrics
+from transformers import AutoConfig, AutoTokenizer
+
+from data import Passkey
+
+BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": math.inf}  # words of a document
+
+
+def in_bins(score):
+    """A score of LongBench, as one of all documents and as one of those of this one's length."""
+
+    def process_results(doc, results):
+        value = score(doc, results)["score"]
+        name = next(name for name, longest in BINS.items() if doc["length"] < longest)
+        return {"score": value, name: value}
+
+    return process_results
+
+
+rouge = in_bins(metrics.get_rouge_with_score)
+classification = in_bins(metrics.get_classification_with_score)
+f1 = in_bins(metrics.get_qa_f1_with_score)
+
+
+def loss(doc, results):
+    return {"loss": -results[0][0]}  # of (log-likelihood, whether greedy decoding gives it)
+
+
+def passkeys(pretrained, max_length=None, tokenizer=None, trials=100, **others):
+    """Passkey's trials of max_length tokens. What is in --model_args and --metadata arrives."""
+    length = max_length or AutoConfig.from_pretrained(pretrained).max_position_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer or pretrained)
+    task = Passkey(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    rng, rows = np.random.default_rng((0, length)), []
+    for _ in range(trials):
+        tokens, n, _, _ = task.sample(length, rng)
+        prompt, answer = tokenizer.decode(tokens[:-n]), tokenizer.decode(tokens[-n:])
+        rows.append({"prompt": prompt, "answer": answer})
+    return {"test": Dataset.from_list(rows)}
