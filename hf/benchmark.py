@@ -43,7 +43,9 @@ def main():
         sys.argv += ["--include_path", str(TASKS)]
     try:
         cli_evaluate()
-    except OSError as e:  # no such model, no such data
+    except (OSError, ValueError) as e:  # no such model, no such data, no such task
+        if isinstance(e, ValueError) and not str(e).startswith("Tasks not found"):
+            raise
         raise Refused(str(e).splitlines()[0]) from None
 
 

@@ -225,27 +225,24 @@ def test_any_attention_of_the_library_has_positions(swapped, tmp_path):
     swapped.set_attn_implementation("flex_attention")
     for model in (eager, swapped):
         torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
-    shown = eager(ids, output_attentions=True, output_hidden_states=True)
-    assert len(shown.attentions) == 2 and len(shown.hidden_states) == 3
 
 
 # --- positions
 
 
 def four_dimensional_masks(T):
-    """Prefix, sliding window, two packed texts and random: (T, T), true where a query may look."""
+    """Prefix, two packed texts and random: (T, T), true where a query may look."""
     i, j = torch.arange(T)[:, None], torch.arange(T)
     causal = i >= j
     random_holes = torch.rand(T, T, generator=torch.Generator().manual_seed(0)) < 0.7
     return {
         "prefix": causal | (j < 12),
-        "window": causal & (i - j < 9),
         "packed": causal & ((i < 20) == (j < 20)),
         "holes": causal & (random_holes | (i == j)),
     }
 
 
-@pytest.mark.parametrize("kind", ["prefix", "window", "packed", "holes"])
+@pytest.mark.parametrize("kind", ["prefix", "packed", "holes"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_do_to_rope_what_they_do_in_the_library(kind, dtype):
     llama, ids = random_llama(), tokens(2, 50)
@@ -398,9 +395,6 @@ def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
     run, out = run_training(data_folder, tmp_path / "run", "--pos=kerple"), tmp_path / "out"
     refuses(hf.export.main, [run, "--out", out], "kerple")
     refuses(hf.export.main, [run, "--out", run], "--out")
-    refuses(hf.export.main, [tmp_path / "nothing", "--out", out], "nothing")
-    narrow = run_training(data_folder, tmp_path / "narrow", "--n_embd=33")
-    refuses(hf.export.main, [narrow, "--out", out], "--n_embd")
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "gpt2"])
@@ -432,26 +426,26 @@ def llama_folder(tmp_path):
     return tmp_path / "llama"
 
 
-def write_jsonl(folder, chats=False):
+def write_chats(folder):
     words = ["the", "position", "of", "a", "token", "is", "known", "by", "its", "embedding"]
     rng, lines = random.Random(0), []
     for _ in range(30):
-        text = " ".join(rng.choices(words, k=40))
-        turns = [{"role": role, "content": text} for role in ("user", "assistant")]
-        lines.append(json.dumps({"messages": turns} if chats else {"text": text}) + "\n")
+        turns = [(role, " ".join(rng.choices(words, k=40))) for role in ("user", "assistant")]
+        lines.append(json.dumps({"messages": [dict(role=r, content=text) for r, text in turns]}))
     folder.mkdir()
-    (folder / "train.jsonl").write_text("".join(lines))
+    (folder / "train.jsonl").write_text("\n".join(lines))
     return folder
 
 
 @pytest.fixture
 def finetune():
     main = pytest.importorskip("hf.finetune", reason="trl is not installed").main
-    return lambda words: main([*map(str, words), "--max_length", "64", "--logging_steps", "1"])
+    small = ["--max_length=64", "--logging_steps=1", f"--chat_template_path={ROOT}/hf/chatml.jinja"]
+    return lambda words: main([*map(str, words), *small])
 
 
 def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, capsys):
-    data, out = write_jsonl(tmp_path / "data"), tmp_path / "out"
+    data, out = write_chats(tmp_path / "data"), tmp_path / "out"
     words = ["--model_name_or_path", llama_folder, "--learning_rate", 0.01, "--save_steps", 5]
     words += ["--dataset_name", data, "--output_dir", out, "--max_steps"]
     finetune([*words, 10])
@@ -476,7 +470,7 @@ def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, c
 
 
 def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
-    data, bad = write_jsonl(tmp_path / "data"), tmp_path / "bad" / "train.jsonl"
+    data, bad = write_chats(tmp_path / "data"), tmp_path / "bad" / "train.jsonl"
     bad.parent.mkdir()
     words = ["--output_dir", tmp_path / "out", "--model_name_or_path"]
     refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
@@ -505,12 +499,11 @@ def benchmark(monkeypatch, tmp_path):
 
 def test_the_calls_of_the_readme(finetune, benchmark, llama_folder, tmp_path, monkeypatch):
     """Its block and its commands one after the other, of a small model at a small length."""
-    page = (ROOT / "hf" / "README.md").read_text().replace("HuggingFaceTB/SmolLM-1.7B", "llama")
-    page = page.replace(" \\\n", "").replace("hf/chatml.jinja", f"{ROOT}/hf/chatml.jinja")
+    page = (ROOT / "hf" / "README.md").read_text().replace(" \\\n", "")
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "chats", chats=True)
+    write_chats(tmp_path / "chats")
     block = re.search(r"```python\n(.*?)```", page, re.S)[1]
-    exec(block.replace("4096", "64"), {})
+    exec(block.replace("4096", "64").replace("HuggingFaceTB/SmolLM-1.7B", "llama"), {})
     commands = [line.split()[2:] for line in page.splitlines() if line.startswith("python -m ")]
     assert len(commands) == 6  # two of hf.finetune, three of hf.benchmark, one of hf.export
     for _, *words in commands[:2]:
