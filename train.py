@@ -146,55 +146,55 @@ def train(run, device, stop_at=None):
         model = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
 
     look = dict(desc=recipe.pos, unit="tok", unit_scale=True, disable=common.rank() > 0)
-    bar = tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **look)
     last_time, last_step, last_save = time.monotonic(), step, time.monotonic()
     batch, stop, val_loss = batches.batch(step, device), False, math.nan
-    while step < min(stop_at or n_steps, n_steps) and not stop:
-        # set the learning rates of this step
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = learning_rate(step, n_steps, recipe.warmup_steps, peak)
+    with tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **look) as bar:
+        while step < min(stop_at or n_steps, n_steps) and not stop:
+            # set the learning rates of this step
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = learning_rate(step, n_steps, recipe.warmup_steps, peak)
 
-        # forward and backward; while a GPU is at it, the next batch
-        loss = accumulate_gradients(model, batch, n_micro)
-        batch = batches.batch(step + 1, device)
+            # forward and backward; while a GPU is at it, the next batch
+            loss = accumulate_gradients(model, batch, n_micro)
+            batch = batches.batch(step + 1, device)
 
-        # what all processes must agree on: the mean loss, and whether one was told to stop
-        told = torch.full_like(loss, run.signum)
-        agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
-        loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
-        if not math.isfinite(loss):
-            raise Refused(f"the loss of step {step + 1:,} is {loss}; a checkpoint is from before")
+            # what all processes must agree on: the mean loss, and whether one was told to stop
+            told = torch.full_like(loss, run.signum)
+            agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
+            loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
+            if not math.isfinite(loss):
+                raise Refused(
+                    f"the loss of step {step + 1:,} is {loss}; a checkpoint is from before"
+                )
 
-        # clip the gradients and update the weights
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        with suppress(OSError):  # a bar whose terminal is gone ends no run
-            bar.update(tokens_per_step)
+            # clip the gradients and update the weights
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            with suppress(OSError):  # a bar whose terminal is gone ends no run
+                bar.update(tokens_per_step)
 
-        # log, now and then with the validation loss
-        validate = step % recipe.eval_every == 0 or step == n_steps
-        if validate or step % recipe.log_every == 0:
-            seconds = max(time.monotonic() - last_time, 1e-9)
-            rate = (step - last_step) * tokens_per_step / seconds
-            lr = optimizer.param_groups[0]["lr"]
-            line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
-            line |= use_of_device(rate, run.model, device)
-            if validate:
-                val_loss = float(window_loss(run.model, val_tokens, recipe.train_len).mean())
-                line["val_loss"] = val_loss
-            run.write_log(line)
-            bar.set_postfix_str(f"loss {loss:.3f}, val {val_loss:.3f}", refresh=False)
-            last_time, last_step = time.monotonic(), step
+            # log, now and then with the validation loss
+            validate = step % recipe.eval_every == 0 or step == n_steps
+            if validate or step % recipe.log_every == 0:
+                seconds = max(time.monotonic() - last_time, 1e-9)
+                rate = (step - last_step) * tokens_per_step / seconds
+                lr = optimizer.param_groups[0]["lr"]
+                line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
+                line |= use_of_device(rate, run.model, device)
+                if validate:
+                    val_loss = float(window_loss(run.model, val_tokens, recipe.train_len).mean())
+                    line["val_loss"] = val_loss
+                run.write_log(line)
+                bar.set_postfix_str(f"loss {loss:.3f}, val {val_loss:.3f}", refresh=False)
+                last_time, last_step = time.monotonic(), step
 
-        # save by steps, and by the clock where steps are slow
-        due = step % recipe.save_every == 0 or time.monotonic() - last_save > SAVE_SECONDS
-        if due or stop or step in (stop_at, n_steps):
-            run.save(optimizer, step)
-            last_save = time.monotonic()
-    with suppress(OSError):
-        bar.close()
+            # save by steps, and by the clock where steps are slow
+            due = step % recipe.save_every == 0 or time.monotonic() - last_save > SAVE_SECONDS
+            if due or stop or step in (stop_at, n_steps):
+                run.save(optimizer, step)
+                last_save = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def test_one_vocabulary_serves_several_folders(data_folder, tmp_path):
     other = TokenData(prepare(tmp_path / "other", *argv), "val")
     prepare(tmp_path / "other", *argv)  # nothing to do
     own = TokenData(data_folder, "train")
-    assert other.tokenizer_id() == own.tokenizer_id() and " " in own.tokenizer_id()
+    assert other.tokenizer_id == own.tokenizer_id and " " in own.tokenizer_id
     eot = other.meta["eot"]
     decoded = other.tokenizer().decode([t for t in read_all(other).tolist() if t != eot])
     written = "".join(path.read_text() for path in sorted(text.iterdir()))
@@ -321,7 +321,7 @@ def test_the_default_tokenizer_depends_on_the_text(tmp_path, monkeypatch):
     """byte for a short one, bpe:2048 for a long one, gpt2 for the hub's."""
     (tmp_path / "short.txt").write_text("some words " * 2000)
     out = prepare(tmp_path / "short", "--source", tmp_path / "short.txt")
-    assert TokenData(out, "train").tokenizer_id() == "byte"
+    assert TokenData(out, "train").tokenizer_id == "byte"
     (tmp_path / "long.txt").write_text("some words " * 100_000)  # too monotonous for 2048 tokens
     argv = ["--source", tmp_path / "long.txt", "--out", tmp_path / "long"]
     refuses(prepare_data.main, argv, "2048")
