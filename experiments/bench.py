@@ -1,17 +1,18 @@
 """
-What does each position embedding cost? Speed and memory of training and evaluation, side by side.
+What does each position embedding cost? Training and reading, measured on whatever device there is.
 
     python experiments/bench.py                                      tiny, a CPU: minutes
     python experiments/bench.py --preset 60M --batch_size 64 --compile               one GPU
     python experiments/bench.py --llama --pos rope fope --batch_size 1             hf/: minutes
 
-All embeddings take turns in one process, one training step or one evaluation each, on random
-tokens, and many rounds of it. A ratio is taken within a round, since a machine's speed drifts; the
-table, in Markdown, has medians over the rounds. Memory is the peak of a process of its own: on a
-GPU what torch has allocated, on a CPU what is resident.
+All embeddings take turns in one process, one training step or one long text each, on random tokens,
+and many rounds of it. A ratio is taken within a round, since a machine's speed drifts; the table,
+in Markdown, has medians over the rounds. MFU is the share of the card's peak, where we know that.
+Memory is the peak of one embedding alone: on a GPU what torch has allocated, on a CPU what is
+resident. The last column is the kernel that torch chooses for attention.
 """
 
-import json
+import gc
 import multiprocessing
 import re
 import resource
@@ -20,51 +21,54 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from shared import ROOT
+from torch.nn.attention import SDPBackend
 from tqdm import tqdm, trange
 
 import common
 from evaluation import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT
-from paper.tables import bench_table
+from paper.tables import grid
 from recipe import RECIPES
-from train import accumulate_gradients, make_optimizer
 
 
 class Workload:
-    """One embedding's model, a batch to train it on and a long text to evaluate it on."""
+    """One embedding's model and what it does: "train" and "compiled" are a step, "eval" a text."""
 
-    def __init__(self, args, pos, device):
+    def __init__(self, args, pos, what, device):
         recipe = RECIPES[args.preset].changed(pos=pos, train_len=args.train_len)
-        self.model = GPT(recipe).to(device)
-        if args.compile:
+        self.model, self.what, self.device = GPT(recipe).to(device), what, device
+        if what == "compiled":
             self.model.compile_parts()
-        self.optimizer = make_optimizer(self.model, recipe)
+        how = dict(betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, **how)
         rng = np.random.default_rng(0)
         batch = rng.integers(50257, size=(args.batch_size, args.train_len + 1))
         self.batch = torch.from_numpy(batch).to(device)
         self.text = rng.integers(50257, size=args.eval_len + 1)
-        self.device = device
 
-    def step(self):
-        accumulate_gradients(self.model, self.batch, 1)
+    def run(self):
+        """One step or one text. Returns how many tokens it had."""
+        if self.what == "eval":
+            return window_loss(self.model, self.text, len(self.text) - 1).size
+        with common.autocast(self.device):
+            loss = self.model(self.batch[:, :-1], self.batch[:, 1:])
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return self.batch[:, 1:].numel()
 
-    def rate(self, what):
-        """Tokens per second of one training step ("train") or one evaluation ("eval")."""
+    def rate(self):
+        """Tokens per second of one run."""
         start = time.perf_counter()
-        if what == "train":
-            self.step()
-            tokens = self.batch[:, 1:].numel()
-        else:
-            tokens = len(self.text) - 1
-            window_loss(self.model, self.text, tokens)
+        tokens = self.run()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return tokens / (time.perf_counter() - start)
@@ -73,7 +77,7 @@ class Workload:
 class LlamaWorkload(Workload):
     """A Llama with grouped keys and the embedding (hf/), a batch and 2000 tokens in its cache."""
 
-    def __init__(self, args, pos, device):
+    def __init__(self, args, pos, what, device):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf.swap import swap_position_embedding
@@ -83,73 +87,108 @@ class LlamaWorkload(Workload):
         self.model = LlamaForCausalLM(LlamaConfig(**heads, **sizes)).to(device)
         swap_position_embedding(self.model, pos, args.train_len)
         self.batch = torch.randint(512, (args.batch_size, args.train_len + 1), device=device)
-        text, self.device = torch.randint(512, (1, 2000), device=device), device
+        text, self.what, self.device = torch.randint(512, (1, 2000), device=device), what, device
         with torch.no_grad():
             self.cache = self.model(text, use_cache=True).past_key_values
 
-    def rate(self, what):
-        """Tokens per second of a training step, without the optimizer, or of one token more."""
-        start = time.perf_counter()
-        with torch.set_grad_enabled(what == "train"):
-            if what == "train":
-                self.model(self.batch, labels=self.batch).loss.backward()
-            else:
-                self.model(self.batch[:1, :1], past_key_values=self.cache)
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return (self.batch[:, 1:].numel() if what == "train" else 1) / (time.perf_counter() - start)
+    def run(self):
+        """A training step, without the optimizer, or "decode": one token more."""
+        if self.what == "train":
+            self.model(self.batch, labels=self.batch).loss.backward()
+            return self.batch[:, 1:].numel()
+        with torch.no_grad():
+            return self.model(self.batch[:1, :1], past_key_values=self.cache).logits.size(1)
 
 
-def peak_memory(args, pos, what, device):
-    """In bytes, of one training step or one evaluation; to be called in a fresh process."""
-    work = Workload(args, pos, device)
-    for _ in range(2):  # the optimizer's state comes with the first step
-        work.rate(what)
+def attention_kernels(run):
+    """The names of the kernels that torch chooses for attention within run()."""
+    names, attend = set(), F.scaled_dot_product_attention
+
+    def note(*args, **how):
+        names.add(SDPBackend(torch._fused_sdp_choice(*args, **how)).name.lower())
+        return attend(*args, **how)
+
+    with patch.object(F, "scaled_dot_product_attention", note):
+        run()
+    return ", ".join(sorted(names))
+
+
+def alone(args, pos, what, device):
+    """Which kernels one embedding runs, the peak of memory, FLOP per token; in another process."""
+    if device.type == "cuda":
+        gc.collect()  # or the last one's weights might still be there
+        torch.cuda.reset_peak_memory_stats()
+    work = Workload(args, pos, what, device)
+    kernels = attention_kernels(work.run) if what != "compiled" else "as in train"
+    work.run()  # the optimizer's state came with the first step
     if device.type == "mps":  # no peak is kept there, but what was once allocated mostly is
-        return torch.mps.driver_allocated_memory()
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated()
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # elsewhere getrusage's peak begins with that of the parent process
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+        peak = torch.mps.driver_allocated_memory()
+    elif device.type != "cpu":
+        peak = torch.accelerator.max_memory_allocated()
+    elif sys.platform == "darwin":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    else:  # there getrusage's peak begins with that of the parent process
+        status = Path("/proc/self/status").read_text()
+        peak = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    flops = work.model.flops_per_token()
+    if what == "eval":  # a longer text, and no backward pass
+        work.model.config.train_len = args.eval_len
+        flops = work.model.flops_per_token() / 3
+    return {f"{what}_kernels": kernels, f"{what}_bytes": peak, f"{what}_flops": flops}
 
 
-def measure_memory(args, device):
-    """{embedding: {"train_bytes": its peak, "eval_bytes": the same}}."""
-    memory = {pos: {} for pos in args.pos}
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as fresh:
-        for pos in tqdm(args.pos, "memory"):
-            for what in ("train", "eval"):
-                peak = fresh.submit(peak_memory, args, pos, what, device).result()
-                memory[pos][f"{what}_bytes"] = peak
-    return memory
+def measure_alone(args, whats, device):
+    """{embedding: what it needs for each of whats}."""
+    spawn, measured = multiprocessing.get_context("spawn"), {pos: {} for pos in args.pos}
+    n = None if device.type == "cuda" else 1  # elsewhere a process cannot reset its peak
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=n) as other:
+        for pos, what in tqdm([(pos, what) for pos in args.pos for what in whats], "memory"):
+            measured[pos] |= other.submit(alone, args, pos, what, device).result()
+    return measured
 
 
-def measure_speed(args, device):
-    """{"train": [{embedding: tokens/s} of each round], "eval" or "decode": the same}."""
-    work, second = (LlamaWorkload, "decode") if args.llama else (Workload, "eval")
-    works = {pos: work(args, pos, device) for pos in args.pos}
-    rounds = {"train": [], second: []}
-    for what, n in (("train", args.rounds), (second, args.eval_rounds)):
+def measure_speed(args, whats, device):
+    """{what: [{embedding: tokens/s} of each round]}"""
+    kind, rounds = LlamaWorkload if args.llama else Workload, {}
+    for what in whats:
+        works = {pos: kind(args, pos, what, device) for pos in args.pos}
         for work in works.values():
-            work.rate(what)  # the first time compiles and fills caches
-        for _ in trange(n, desc=what):
-            rounds[what].append({pos: work.rate(what) for pos, work in works.items()})
+            work.rate()  # the first time compiles and fills caches
+        n = args.rounds if what in ("train", "compiled") else args.eval_rounds
+        rounds[what] = [{p: work.rate() for p, work in works.items()} for _ in trange(n, desc=what)]
     return rounds
 
 
-def summarise(rounds, memory):
+def summarise(rounds, measured):
     """Medians over the rounds: of tokens/s, of their ratios to nope's and rope's in a round."""
     summary = {}
-    for pos in memory:
+    for pos in measured:
         row = {what: statistics.median(r[pos] for r in rs) for what, rs in rounds.items()}
-        for other in {"nope", "rope"} & memory.keys():
+        for other in {"nope", "rope"} & measured.keys():
             ratios = {what: [r[pos] / r[other] for r in rs] for what, rs in rounds.items()}
             row[f"to_{other}"] = {what: statistics.median(rs) for what, rs in ratios.items()}
-        summary[pos] = row | memory[pos]
+        summary[pos] = row | measured[pos]
     return summary
+
+
+def table(result, args):
+    """All that was measured, with a row for each thing that an embedding does."""
+    rows, peak = [], common.peak_flops(result["hardware"])
+    references = [name for name in ("nope", "rope") if name in result["summary"]]
+    for pos, row in result["summary"].items():
+        for what in result["rounds"]:
+            tokens = {"eval": args.eval_len, "decode": 1}.get(
+                what, args.batch_size * args.train_len
+            )
+            cells = [f"{pos}, {what}", f"{1000 * tokens / row[what]:,.1f}", f"{row[what]:,.0f}"]
+            cells += [f"{row[f'to_{name}'][what]:.2f}" for name in references]
+            known = peak and f"{what}_flops" in row
+            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if known else "-"]
+            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}" if f"{what}_bytes" in row else "-"]
+            rows.append([*cells, row.get(f"{what}_kernels", "-")])
+    title = f"{result['preset']}, T = {args.train_len}, batch {args.batch_size}"
+    ratios = [f"to {name}" for name in references]
+    return grid([title, "ms", "tokens/s", *ratios, "MFU", "GB", "attention"], rows)
 
 
 def main(argv=None):
@@ -162,35 +201,30 @@ def main(argv=None):
     add("--batch_size", type=positive, default=4, help="sequences per training step")
     add("--eval_len", type=positive, default=8192, help="tokens of a text, read at once")
     add("--rounds", type=positive, default=10, help="training steps of each")
-    add("--eval_rounds", type=positive, default=3, help="evaluations of each")
-    add("--compile", action="store_true", help="as train.py --compile does")
-    add(
-        "--llama",
-        action="store_true",
-        help="in a Llama instead: training and decoding, speed alone",
-    )
+    add("--eval_rounds", type=positive, default=3, help="texts of each")
+    add("--compile", action="store_true", help="a compiled step, too")
+    add("--llama", action="store_true", help="in a Llama: a step and decoding, speed alone")
     common.add_device_flag(parser)
     add("--out", type=Path, help="the json file, if not results/bench_{preset}_{device}.json")
     args = parser.parse_args(argv)
-    if args.out and args.out.exists() and "summary" not in common.read_json(args.out):
-        raise common.Refused(f"--out {args.out} is there already and is no result of this script")
     device = common.init_distributed(args.device)
-    common.make_folder((args.out or ROOT / "results" / "x").parent)  # now, not after the work
+    preset = "llama" if args.llama else args.preset
+    folder = ROOT / "results" / ("mechanism" if args.llama else "")
+    out = args.out or folder / f"bench_{preset}_{device.type}.json"
+    if args.out and out.exists() and "summary" not in common.read_json(out):
+        raise common.Refused(f"--out {out} is there already and is no result of this script")
+    common.make_folder(out.parent)  # now, not after the work
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000
 
-    memory = {pos: {} for pos in args.pos} if args.llama else measure_memory(args, device)
-    rounds = measure_speed(args, device)
-    sizes = ("preset", "train_len", "batch_size", "eval_len", "compile")
-    result = {"kind": "bench", **{name: getattr(args, name) for name in sizes}}
+    whats = ["train"] + ["compiled"] * args.compile + ["decode" if args.llama else "eval"]
+    measured = {pos: {} for pos in args.pos} if args.llama else measure_alone(args, whats, device)
+    rounds = measure_speed(args, whats, device)
+    result = {"kind": "bench_llama" if args.llama else "bench", "preset": preset}
+    result |= {name: getattr(args, name) for name in ("train_len", "batch_size", "eval_len")}
     result |= {"command": common.command()} | common.provenance(device)
-    result |= {"summary": summarise(rounds, memory), "rounds": rounds}
-    if args.llama:
-        result |= {"kind": "bench_llama", "preset": "llama"}
-    table = json.dumps(result["summary"], indent=1) if args.llama else bench_table(result)
-    print(f"\n{table}\n\n{result['hardware']}, {result['software']}")
-    folder = ROOT / "results" / ("mechanism" if args.llama else "")
-    out = args.out or folder / f"bench_{result['preset']}_{device.type}.json"
+    result |= {"summary": summarise(rounds, measured), "rounds": rounds}
+    print(f"\n{table(result, args)}\n\n{result['hardware']}, {result['software']}")
     common.write_json(out, result)
     print(f"wrote {out}")
 
