@@ -10,12 +10,10 @@ import subprocess
 import sys
 
 import matplotlib.image
-import nbformat
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, refuses
-from nbclient import NotebookClient
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -37,8 +35,8 @@ def test_script_writes_figure_and_numbers(script, tmp_path):
     name = script.__name__
     assert json.loads((tmp_path / f"{name}.json").read_text())
     assert matplotlib.image.imread(tmp_path / f"{name}.png").shape[1] >= 1000
-    refuses(script.main, ["--outt", "x"], "unrecognized arguments: --outt x")
-    refuses(script.main, ["--out", tmp_path / f"{name}.json"], "File exists")
+    refuses(script.main, ["--outt", "x"], "--outt")
+    refuses(script.main, ["--out", tmp_path / f"{name}.json"], f"{name}.json")
 
 
 # --- spectra
@@ -174,13 +172,13 @@ def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
     assert result["ratio_k"] == pytest.approx(1, rel=0.15)
     assert len(result["q"]) == 2 and len(result["q"][0]) == 32
     run = str(tmp_path / "run")
-    refuses(qk_activation.main, [run, "--tokens", "0"], "--tokens: must be at least 1")
+    refuses(qk_activation.main, [run, "--tokens", "0"], "--tokens")
 
 
 def test_qk_activation_needs_transformers_for_what_is_no_run_of_ours(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     argv = [tmp_path / "nowhere", "--out", tmp_path]
-    refuses(qk_activation.main, argv, "no run of train.py", "transformers is not installed")
+    refuses(qk_activation.main, argv, "nowhere", "transformers")
 
 
 def test_attention_rows_of_a_model_that_only_knows_distance():
@@ -209,29 +207,27 @@ def test_qk_activation_reads_a_llama(tmp_path):
     (q, k), train_len, theta, _ = qk_activation.read_llama(llama, 50)
     assert q.shape == k.shape == (2, 16)
     assert train_len == config.max_position_embeddings and theta == 10000.0
-    refuses(qk_activation.main, [tmp_path / "nowhere", "--out", tmp_path], "no Llama model")
+    refuses(qk_activation.main, [tmp_path / "nowhere", "--out", tmp_path], "nowhere")
 
 
 # --- the notebook
 
 
-def read_tour():
-    notebook = nbformat.read(ROOT / "experiments" / "tour.ipynb", as_version=4)
-    return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 def test_the_tour_is_committed_with_its_outputs():
-    _, code = read_tour()
-    outputs = [out for cell in code for out in cell.outputs]
+    notebook = json.loads((ROOT / "experiments" / "tour.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    outputs = [out for cell in code for out in cell["outputs"]]
     assert sum("image/png" in out.get("data", {}) for out in outputs) >= 5
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert not any(out.get("name") == "stderr" for out in outputs)
 
 
 @pytest.mark.slow
 def test_the_tour_runs(tmp_path):
     """On models with next to no training, in a folder of its own."""
-    notebook, code = read_tour()
+    nbclient = pytest.importorskip("nbclient")
+    notebook = pytest.importorskip("nbformat").read(ROOT / "experiments" / "tour.ipynb", 4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     changes = {
         "runs_out/tour": str(tmp_path),
         '"512000"': '"2048"',
@@ -244,7 +240,8 @@ def test_the_tour_runs(tmp_path):
         for ours, small in changes.items():
             cell.source = cell.source.replace(ours, small)
     resources = {"metadata": {"path": str(ROOT / "experiments")}}
-    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    how = dict(timeout=300, kernel_name="python3", resources=resources)
+    nbclient.NotebookClient(notebook, **how).execute()
     outputs = [out for cell in code for out in cell.outputs if out.output_type == "stream"]
     printed = "".join(out.text for out in outputs if out.name == "stdout")
     runs = {path.parent.name for path in tmp_path.glob("*/checkpoint.pt")}
