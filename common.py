@@ -51,6 +51,7 @@ def one_sentence_errors(main):
                 raise
             sys.exit(f"error: {e.filename or 'output'}: {e.strerror}")
         except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
             sys.exit(130)
 
     return wrapped

@@ -267,9 +267,15 @@ class Batches:
 # --- windows of a text, and their loss: training validates by it, evaluation measures it
 
 
-def batch_rows(device, length):
-    """How many windows of `length` tokens are read at once: on a CPU what stays in its cache."""
-    return max(1, (2048 if device.type == "cpu" else 8192) // length)
+def slices(n, length, device, show=False):
+    """
+    Those of n windows of `length` tokens that this process reads, so many at once as fit: on a CPU
+    into its cache. show: a progress bar.
+    """
+    n_rows = max(1, (2048 if device.type == "cpu" else 8192) // length)
+    starts = range(common.rank() * n_rows, n, common.world_size() * n_rows)
+    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
+        yield slice(i, i + n_rows)
 
 
 def cut(tokens, length):
@@ -286,17 +292,15 @@ def cut(tokens, length):
 def window_loss(model, tokens, length, show=False):
     """
     The loss in nats of `tokens`, int64, as cut() makes windows of them: (windows, length) fp64. Its
-    mean is the loss per token. show: a progress bar.
+    mean is the loss per token.
     """
     inputs, targets = cut(tokens, length)
-    device, was_training = next(model.parameters()).device, model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     losses = torch.zeros(inputs.shape, dtype=torch.float64)  # on the CPU: not every GPU has fp64
-    n_rows, world = batch_rows(device, length), common.world_size()
-    starts = range(common.rank() * n_rows, len(inputs), world * n_rows)
-    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
-        x, y = (torch.from_numpy(a[i : i + n_rows]).to(device) for a in (inputs, targets))
+    for rows in slices(len(inputs), length, device, show):
+        x, y = (torch.from_numpy(a[rows]).to(device) for a in (inputs, targets))
         with common.autocast(device):
-            losses[i : i + n_rows] = model(x, y, reduction="none").cpu()
+            losses[rows] = model(x, y, reduction="none").cpu()
     model.train(was_training)
     return common.all_reduce_sum(losses).numpy()  # each process has its own windows

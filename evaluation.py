@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import common
 from checkpoint import load_run, with_pos
 from common import Refused
-from data import batch_rows, cut, window_loss
+from data import cut, slices, window_loss
 from recipe import Keywords, parse_lengths
 
 DEPTH_BINS = 10
@@ -80,24 +79,22 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     samples = [task.sample(length, rng) for _ in range(trials)]
     results = np.zeros((3, trials))
     exact, share, nll = results
-    n_rows, world = batch_rows(device, length), common.world_size()
-    starts = range(common.rank() * n_rows, trials, world * n_rows)
-    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
-        rows = samples[i : i + n_rows]
-        tokens = torch.from_numpy(np.stack([t for t, *_ in rows])).to(device)
-        n_max = max(n for _, n, *_ in rows)
+    for rows in slices(trials, length, device, show):
+        tokens = torch.from_numpy(np.stack([t for t, *_ in samples[rows]])).to(device)
+        n_max = max(n for _, n, *_ in samples[rows])
         answers = tokens[:, -n_max:]
         with common.autocast(device):
             logits = model(tokens[:, :-1], positions=slice(-n_max, None)).float()
         right = (logits.argmax(dim=-1) == answers).cpu().numpy()  # (rows, n_max)
         losses = F.cross_entropy(logits.transpose(1, 2), answers, reduction="none").cpu().numpy()
-        for r, (_, n, *_) in enumerate(rows):
-            exact[i + r], share[i + r] = right[r, -n:].all(), right[r, -n:].mean()
-            nll[i + r] = losses[r, -n:].mean()
+        for r, (_, n, *_) in enumerate(samples[rows]):
+            i = rows.start + r
+            exact[i], share[i] = right[r, -n:].all(), right[r, -n:].mean()
+            nll[i] = losses[r, -n:].mean()
             if generate:
                 with common.autocast(device):
                     decoded = [*model.generate(tokens[r : r + 1, :-n], n, temperature=0)]
-                exact[i + r] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
+                exact[i] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
     model.train(was_training)
     common.all_reduce_sum(torch.from_numpy(results))  # in place: each process has its own trials
     depths = np.array([depth for _, _, depth, _ in samples])

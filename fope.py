@@ -16,8 +16,7 @@ An embedding is one nn.Module with three methods. The third is for readers and t
                                   # yet, before mask and softmax: the formula itself, slow
 
 To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
-into POSITION_EMBEDDINGS, as baselines.py does with the paper's other baselines. What a class does
-not take, it says by an assert: scripts show its message.
+into POSITION_EMBEDDINGS, as baselines.py does. What it does not take, it says by an assert.
 
 Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
 """

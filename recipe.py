@@ -116,9 +116,14 @@ class Recipe(GPTConfig):
         check_pos(self)
         return self
 
+    def as_flags(self):
+        """The words that give it to train.py."""
+        items = [(name, value) for name, value in vars(self).items() if name not in OF_THE_DATA]
+        return [word for item in items for word in flag_words(*item)]
 
-FIXED = ("n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std", "qk_norm")
-FIXED += ("vocab_size", "tokenizer")  # of trained weights; the data says what the last two are
+
+OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags: the data say them
+FIXED = (*OF_THE_DATA, "n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std", "qk_norm")
 # A resumed run may change these: they move it, or change rounding, or nothing of its weights.
 MAY_CHANGE = ("data", "grad_accum", "compile", "eval_tokens", "eval_every", "log_every")
 MAY_CHANGE += ("save_every", "lengths", "read_tokens", "trials")
@@ -261,7 +266,7 @@ def add_flags(parser, recipe):
     known = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
     shown = recipe.resolved()
     for f in fields(Recipe):
-        if f.name in ("vocab_size", "tokenizer"):  # the data's
+        if f.name in OF_THE_DATA:
             continue
         text = f.metadata["help"]
         if f.name in known:

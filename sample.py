@@ -25,6 +25,8 @@ def main(argv=None):
     add("--seed", type=int, default=0, help="of the draws")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
+    if args.temperature < 0:
+        raise Refused("--temperature must not be negative")
     device = common.init_distributed(args.device)
     model, _, _ = load_run(args.run, device)
     encoding = load_tokenizer(model.config.tokenizer, args.run)

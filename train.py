@@ -28,7 +28,7 @@ import common
 from checkpoint import open_run
 from common import Refused, positive_int
 from data import Batches, TokenData, window_loss
-from recipe import RECIPES, add_flags, flag_words
+from recipe import RECIPES, add_flags
 
 SAVE_SECONDS = 300
 
@@ -132,8 +132,7 @@ def train(run, device, stop_at=None):
     peaks = [group["lr"] for group in optimizer.param_groups]
     run.restore(optimizer)
 
-    words = [word for item in asdict(recipe).items() for word in flag_words(*item)]
-    print(f"the recipe, as flags: {shlex.join(words)}")
+    print(f"the recipe, as flags: {shlex.join(recipe.as_flags())}")
     n_params, n_input = model.num_params(), model.embed.weight.numel()
     print(f"{recipe.pos}: {n_params:,} parameters in blocks + head, {n_input:,} in the input table")
     sizes = f"{tokens_per_step:,} tokens from {batches.n_windows:,} windows"
@@ -163,9 +162,7 @@ def train(run, device, stop_at=None):
             agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
             loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
             if not math.isfinite(loss):
-                raise Refused(
-                    f"the loss of step {step + 1:,} is {loss}; a checkpoint is from before"
-                )
+                raise Refused(f"the loss of step {step + 1:,} is {loss}: try a smaller --lr")
 
             # clip the gradients and update the weights
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -33,7 +33,7 @@ TO_WRITE = {
     6: ["MyEmbedding"],
 }
 # what else would show a solution
-HIDDEN = {"fope.py": ["ALiBi.with_bias", "EXAMPLE"], "baselines.py": ["FoPERelative"]}
+HIDDEN = {"fope.py": ["ALiBi.with_bias", "EXAMPLE"]}
 
 HANDED_OUT = ["*.py", "LICENSE", "requirements.txt", "runs/setup.sh", "runs/demo.sh"]
 HANDED_OUT += ["paper/*.py", "paper/requirements.txt", "assignments/[1-7].md"]
@@ -72,17 +72,18 @@ def starter_text(path):
     for exercise, names in TO_WRITE.items():
         for name in names if FILES[exercise] == path.name else []:
             text = remove_body(text, name, exercise)
-    if path.name == "baselines.py":
-        text = text.replace(', "fope_relative": FoPERelative', "")
-        text += "\nimport mine  # noqa: E402, F401\n"
     if path.name == "fope.py":
-        text = text.replace(" FoPERelative in baselines.py is the\n    equations' own.", "")
+        text = text.replace(" FoPERelative in paper/readings.py is the\n    equations' own.", "")
+    if path.name == "baselines.py":
+        text += "\nimport mine  # noqa: E402, F401\n"
     return text
 
 
 def write_files(folder, patterns):
     """The project's files, those at its root without solutions, and mine.py beside them."""
     for path in [HERE / "mine.py", *(p for pattern in patterns for p in ROOT.glob(pattern))]:
+        if path.name == "readings.py":  # its rotations show how FoPE's are made
+            continue
         file = folder / (path.relative_to(ROOT) if path != HERE / "mine.py" else path.name)
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.parent == folder and file.suffix == ".py":

@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 from common import (  # noqa: E402
     ArgumentParser,
     command,
-    file_errors,
     make_folder,
     provenance,
     write_json,
@@ -41,8 +40,7 @@ class Parser(ArgumentParser):
 def save(numbers, out, name, fig=None):
     """The numbers as json, with where they are from; the figure that shows them as png."""
     if fig:
-        with file_errors():
-            fig.savefig(out / f"{name}.png", dpi=160)
+        fig.savefig(out / f"{name}.png", dpi=160)
         plt.close(fig)
     about = {"command": command(), **provenance(torch.device("cpu"))}
     write_json(out / f"{name}.json", about | numbers)

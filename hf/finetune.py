@@ -41,7 +41,7 @@ PAPER = dict(  # AdamW, from 2048 to 4096 tokens
 
 def check_lines(path):
     """Refuse a .jsonl file that has a line without a chat or a text."""
-    with common.file_errors(), open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8") as f:
         for n, line in enumerate(f, 1):
             row = None
             with suppress(ValueError):

@@ -36,7 +36,6 @@ class Job:
     commands: list  # of lists of words, a script of ours first
     results: dict  # {path: its recipe}; when all are there the job is done
     needs: str = ""  # the name of the job that must be done before
-    trains: bool = True
     shown: bool = True
 
     def done(self):

@@ -166,8 +166,7 @@ def main(argv=None):
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     for path in map(Path, args.tables):
-        with common.file_errors():
-            text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
+        text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
         common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
     if args.results:
         results = load_results(args.results)

@@ -52,6 +52,6 @@ run python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
 if [ "$kinds" != text ]; then
     train_and_read passkey $passkey bpe passkey
     run python -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
-        --out "$out/figure1" --depth
+        --out "$out/figure1"
 fi
 if [ $text = quick ]; then echo "all works: $out/figure1.png"; fi

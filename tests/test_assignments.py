@@ -319,7 +319,7 @@ MISTAKES = {
                                    "right[r].all(), right[r]", 8),
     "stays in eval mode": (5, "    model.train(was_training)\n    common.all", "    common.all", 9),
     "in training mode": (5, "    model.eval()\n    samples", "    samples", 9),
-    "nan": (5, "nll[i + r] = losses[r, -n:].mean()", "nll[i + r] = math.nan", 9),
+    "nan": (5, "nll[i] = losses[r, -n:].mean()", "nll[i] = math.nan", 9),
     "another scores": (6, "POSITION", """\
 def scores(self, q, k):
     return 1.1 * RoPE.scores(self, q, k)

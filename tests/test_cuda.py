@@ -11,10 +11,8 @@ import ctypes
 import re
 import shutil
 import subprocess
-import sys
 import weakref
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -24,18 +22,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(ROOT / "experiments"))
-
-import card
-import roofline
 
 import common
 import train
@@ -205,38 +197,6 @@ def test_a_long_text_on_cuda(on_fake_cuda, preset, pos):
     assert dtype == torch.float32
     assert plans == [True, True, False, False, False, False] and kept
     assert peak < 6e9
-
-
-@needs_compiler
-def test_the_modelled_memory_is_that_of_the_fake_step(on_fake_cuda):
-    *_, peak = on_fake_cuda(step, "60M", "rope", 64)
-    *_, modelled = roofline.modelled("60M", compiled=False)
-    assert modelled == pytest.approx(peak / 1e9, rel=0.1)
-
-
-def test_the_modelled_table(capsys):
-    roofline.main()
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
-    compiled = next(row for row in rows if row[1:3] == [" 60M ", " compiled "])
-    ms, rate, mfu = float(compiled[3]), float(compiled[4].replace(",", "")), float(compiled[5][:-2])
-    assert sum(float(row[2]) for row in rows[-8:]) == pytest.approx(ms, abs=0.5)
-    assert rate == pytest.approx(64 * 512 / ms * 1000, rel=0.01)
-    # 6 FLOP for each of 59.3M weights, and attention's, of 989e12 a second
-    flops = 6 * 59.3e6 + 12 * 8 * 512 * 512
-    assert mfu == pytest.approx(100 * rate * flops / 989e12, abs=1)
-
-
-@pytest.mark.slow
-def test_what_card_py_measures(monkeypatch, capsys):
-    small = replace(RECIPES["tiny"], n_layer=1, train_len=32)
-    monkeypatch.setitem(RECIPES, "tiny", small)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    card.main(["--preset", "tiny", "--pos", "alibi", "--device", "cpu"])
-    *_, eager, compiled = capsys.readouterr().out.splitlines()
-    for row, how in ((eager, "eager"), (compiled, "compiled")):
-        pos, named, ms, gb, kernels = (cell.strip() for cell in row.split("|")[1:-1])
-        assert (pos, named, gb, kernels) == ("alibi", how, "nan", "flash_attention")
-        assert float(ms) > 0
 
 
 def test_a_batch_is_copied_while_a_gpu_computes(data_folder):
