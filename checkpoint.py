@@ -60,18 +60,9 @@ def load_checkpoint(folder, device="cpu"):
         model = GPT(recipe)
         model.load_state_dict(weights)
     except (TypeError, RuntimeError) as e:
-        was, reason = about.get("commit", "unknown"), " ".join(str(e).split())
-        what = f"does not fit this code, which may have changed since commit {was}"
-        raise Refused(f"{path} {what}: {reason}") from None
+        what = f"does not fit this code, which may have changed since {about.get('commit')}"
+        raise Refused(f"{path} {what}: {' '.join(str(e).split())}") from None
     return model.to(device), about, state
-
-
-def load_run(folder, device="cpu"):
-    """load_checkpoint for a run of train.py, which alone knows its data and tokenizer."""
-    model, about, state = load_checkpoint(folder, device)
-    if "optimizer" not in state:
-        raise Refused(f"{folder} holds a model that train.py did not write: its data are unknown")
-    return model, about, state
 
 
 # --- a run of train.py
@@ -80,9 +71,8 @@ def load_run(folder, device="cpu"):
 @contextmanager
 def open_run(folder, given, resume, device):
     """
-    The Run in a folder, opened or begun. Within it no other process writes there, and Ctrl-C,
-    SIGTERM and the SIGHUP of a lost connection only set run.signum. At the end it says what to type
-    next.
+    The Run in a folder. Within it no other process writes there, and Ctrl-C, SIGTERM and the SIGHUP
+    of a lost connection only set run.signum. At the end it says what to type next.
     """
     make_folder(folder)
     with common.lock(folder) if common.rank() == 0 else nullcontext():
@@ -122,14 +112,13 @@ class Run:
 
     def begin(self, given, resume, device):
         """With new weights, or with those of another run, its embedding exchanged."""
-        names = {path.name for path in self.folder.iterdir()}
-        ours = {"log.jsonl", "tokenizer.tiktoken"}  # of one killed before its first checkpoint
-        if common.rank() == 0 and names - ours:
+        killed_early = {"log.jsonl", "tokenizer.tiktoken"}  # what such a run has left
+        if common.rank() == 0 and {path.name for path in self.folder.iterdir()} - killed_early:
             raise Refused(f"{self.folder} is not empty and holds no run; choose another --out")
         if resume and not given:
             raise Refused(f"there is no run in {self.folder}; with its flags --resume starts it")
         if start := given.get("init_from"):
-            start, _, _ = load_run(start)
+            start, _, _ = load_checkpoint(start)
             recipe = start.config.going_on(**given)
         else:
             recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
@@ -140,7 +129,7 @@ class Run:
 
     def go_on(self, given, device):
         """As it was saved, but for what a resumed run may change."""
-        self.model, self.about, self.saved = load_run(self.folder, device)
+        self.model, self.about, self.saved = load_checkpoint(self.folder, device)
         self.step, self.log = self.saved["step"], self.saved.get("log", [])
         started = self.model.config
         if "rope_scaling" in given:
@@ -156,8 +145,7 @@ class Run:
             what = f"{recipe.data} has other data than {self.folder} was started with"
             raise Refused(f"{what}: cannot resume")
         self.model.config = self.recipe
-        was, now = self.about["commit"], common.git_commit()
-        if was != now:
+        if (was := self.about["commit"]) != (now := common.git_commit()):
             print(f"note: {self.folder} was started at commit {was}, this is {now}")
 
     def read_data(self, recipe, trained):

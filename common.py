@@ -137,8 +137,7 @@ def write_atomically(path, write):
             temporary.unlink(missing_ok=True)
         disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own
         if isinstance(disk, OSError):
-            why = disk.strerror or disk
-            raise Refused(f"{path} could not be written ({why}); it is what it was") from None
+            raise Refused(f"{path} could not be written ({disk.strerror or disk})") from None
         raise
 
 
@@ -233,10 +232,7 @@ def all_reduce_sum(tensor):
 
 
 def git_commit():
-    """
-    The commit that the code is at, "-dirty" with uncommitted changes to anything but results/,
-    where figures and numbers are written; "unknown" outside a git checkout.
-    """
+    """That of the code; "-dirty" with changes to all but results/, "unknown" without git."""
 
     def git(*args):
         return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)

@@ -56,14 +56,6 @@ def load_tokenizer(name, folder):
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 
 
-def write_shard(path, tokens):
-    """Write tokens (a uint16 array) as one shard."""
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, len(tokens)
-    content = header.tobytes(), tokens.astype("<u2").tobytes()
-    common.write_atomically(path, lambda f: f.writelines(content))
-
-
 def read_shard(path):
     """The tokens of one shard: a read-only memory map, uint16. Refused if it is no whole one."""
     size, header = Path(path).stat().st_size, np.fromfile(path, dtype="<i4", count=HEADER_INTS)
@@ -115,8 +107,8 @@ class TokenData:
 
     def sha256(self, split=None):
         """Of its own or another split: the first digits of each shard's; [] without a meta.json."""
-        split = split or self.split
-        return [s["sha256"][:16] for s in self.meta["shards"] if s["split"] == split]
+        shards = [s for s in self.meta["shards"] if s["split"] == (split or self.split)]
+        return [s["sha256"][:16] for s in shards]
 
     def tokenizer(self):
         return load_tokenizer(self.tokenizer_id, self.folder)
@@ -244,15 +236,13 @@ class Batches:
             self.epoch, self.order = epoch, rng.permutation(self.n_windows)
         return self.data.read(int(self.order[position]) * self.train_len, self.train_len + 1)
 
-    def task_document(self, i):
-        """The i-th document of the task: train_len + 1 tokens."""
-        rng = np.random.default_rng((self.seed, 1, i))
-        return self.task.document(self.train_len, rng, self.data.meta["eot"])
-
     def sequence(self, i):
+        """The i-th sequence, train_len + 1 tokens: a window, or a document of the task."""
         before = math.floor(i * self.task_share)  # documents of the task among the i sequences
-        is_task = math.floor((i + 1) * self.task_share) > before
-        return self.task_document(before) if is_task else self.window(i - before)
+        if math.floor((i + 1) * self.task_share) == before:
+            return self.window(i - before)
+        rng = np.random.default_rng((self.seed, 1, before))
+        return self.task.document(self.train_len, rng, self.data.meta["eot"])
 
     def batch(self, step, device):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""
@@ -268,10 +258,7 @@ class Batches:
 
 
 def slices(n, length, device, show=False):
-    """
-    Those of n windows of `length` tokens that this process reads, so many at once as fit: on a CPU
-    into its cache. show: a progress bar.
-    """
+    """Those of n windows that this process reads, so many at once as fit: on a CPU in its cache."""
     n_rows = max(1, (2048 if device.type == "cpu" else 8192) // length)
     starts = range(common.rank() * n_rows, n, common.world_size() * n_rows)
     for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
@@ -292,7 +279,7 @@ def cut(tokens, length):
 def window_loss(model, tokens, length, show=False):
     """
     The loss in nats of `tokens`, int64, as cut() makes windows of them: (windows, length) fp64. Its
-    mean is the loss per token.
+    mean is the loss per token. show: a progress bar.
     """
     inputs, targets = cut(tokens, length)
     was_training, device = model.training, next(model.parameters()).device

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from checkpoint import load_run, with_pos
+from checkpoint import load_checkpoint, with_pos
 from common import Refused
 from data import cut, slices, window_loss
 from recipe import Keywords, parse_lengths
@@ -152,7 +152,7 @@ def load_for_evaluation(args, **asked):
     that are not None change it. The embedding is changed as the flags say.
     """
     device = common.init_distributed(args.device)
-    model, about, state = load_run(args.run)
+    model, about, state = load_checkpoint(args.run)
     asked = {name: value for name, value in asked.items() if value is not None}
     flags = ("pos_args", "rope_scaling")
     changes = {flag: value for flag in flags if (value := getattr(args, flag))}

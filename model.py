@@ -28,15 +28,15 @@ NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 def option(default, meaning=""):
-    """A dataclass field: its default, or dict for an empty one, and what it means, for --help."""
-    how = {"default_factory": dict} if default is dict else {"default": default}
+    """A dataclass field: its default, and what it means, for --help."""
+    how = dict(default_factory=dict) if default == {} else dict(default=default)
     return field(**how, metadata={"help": meaning})
 
 
 @dataclass
 class GPTConfig:
     pos: str = option("fope", "the position embedding, or one of your own, as mine.Class")
-    pos_args: dict = option(dict, "its keywords, such as variant=paper sigma=0.4")
+    pos_args: dict = option({}, "its keywords, such as variant=paper sigma=0.4")
     rope_scaling: dict | None = option(None, "slower frequencies, such as kind=yarn factor=16")
     train_len: int = option(512, "tokens of a training sequence")
     vocab_size: int = option(50257)

@@ -290,6 +290,14 @@ def encode_groups(groups, encoding):
             yield future.result()
 
 
+def write_shard(path, tokens):
+    """Write tokens (a uint16 array) as one shard."""
+    header = np.zeros(data.HEADER_INTS, dtype="<i4")
+    header[:3] = data.MAGIC, data.VERSION, len(tokens)
+    content = header.tobytes(), tokens.astype("<u2").tobytes()
+    common.write_atomically(path, lambda f: f.writelines(content))
+
+
 def write_shards(args, documents, encoding, meta):
     """Tokenize what is not in a shard of meta["shards"] yet. Returns {split: number of tokens}."""
     parts, total, next_group = {}, {}, {}
@@ -302,7 +310,7 @@ def write_shards(args, documents, encoding, meta):
         number = sum(shard["split"] == split for shard in meta["shards"])
         path, tokens = args.out / f"{split}_{number:06d}.bin", np.concatenate(parts[split])
         common.write_json(args.out / "progress.json", meta)  # first: it says whose the shard is
-        data.write_shard(path, tokens)
+        write_shard(path, tokens)
         shard = dict(name=path.name, split=split, tokens=len(tokens))
         shard |= dict(sha256=common.file_sha256(path), next_group=next_group[split])
         meta["shards"].append(shard)
@@ -382,7 +390,7 @@ def main(argv=None):
         folder = Path(tokenizer)
         tokenizer = data.tokenizer_id(common.read_json(folder / "meta.json"))
     elif tokenizer:
-        vocab_size_of(tokenizer)  # refuses an unknown one
+        check_tokenizer(tokenizer)
     sources, name = find_sources(args), " ".join(args.source)
     files = sources[0][0]
     if not tokenizer:
@@ -401,16 +409,12 @@ def main(argv=None):
             prepare(args, sources, tokenizer, folder, meta)
 
 
-def vocab_size_of(name):
-    """How many tokens a tokenizer has, the end of text included. Refused for an unknown name."""
-    if name in ("gpt2", "byte"):
-        return {"gpt2": 50257, "byte": 257}[name]
-    match = re.fullmatch(r"bpe:([1-9][0-9]*)", name)
-    if not match:
-        raise Refused(f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N (such as bpe:2048)")
-    if not 258 <= int(match[1]) <= 65536:
-        raise Refused(f"tokenizer {name}: the vocabulary must have 258 to 65536 tokens")
-    return int(match[1])
+def check_tokenizer(name):
+    """Refuse what is the name of none."""
+    match = re.fullmatch(r"gpt2|byte|bpe:([1-9]\d{2,4})", name)
+    if not match or not 258 <= int(match[1] or 258) <= 65536:
+        known = "gpt2, byte, bpe:N with N from 258 to 65536, or a data folder"
+        raise Refused(f"unknown tokenizer {name!r}; known: {known}")
 
 
 def prepare(args, sources, tokenizer, tokenizer_folder, meta):

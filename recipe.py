@@ -110,8 +110,7 @@ class Recipe(GPTConfig):
         if not self.task_share <= 1 or bool(self.task) != bool(self.task_share):
             raise Refused("--task and --task_share go together, the share at most 1")
         if (self.warmup_steps or 0) >= max(self.n_steps, 2):
-            fewer = f"must be fewer than the {self.n_steps:,} steps of the run"
-            raise Refused(f"--warmup_steps {self.warmup_steps:,} {fewer}")
+            raise Refused(f"--warmup_steps must be fewer than the {self.n_steps:,} of the run")
         parse_lengths(self.lengths, self.train_len)
         check_pos(self)
         return self

@@ -9,7 +9,7 @@ import codecs
 import torch
 
 import common
-from checkpoint import load_run
+from checkpoint import load_checkpoint
 from common import Refused, positive_int
 from data import load_tokenizer
 
@@ -28,7 +28,7 @@ def main(argv=None):
     if args.temperature < 0:
         raise Refused("--temperature must not be negative")
     device = common.init_distributed(args.device)
-    model, _, _ = load_run(args.run, device)
+    model, _, _ = load_checkpoint(args.run, device)
     encoding = load_tokenizer(model.config.tokenizer, args.run)
     if not (prompt := encoding.encode_ordinary(args.prompt)):
         raise Refused("--prompt is empty: there is nothing to go on with")

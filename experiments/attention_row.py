@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from shared import ROOT, Parser, save
 
-from checkpoint import load_run
+from checkpoint import load_checkpoint
 from common import Refused, one_sentence_errors, read_json, write_atomically
 from data import TokenData
 from evaluation import spread_windows
@@ -99,7 +99,7 @@ def measure(runs, out):
     """The rows of these runs, the mean over those of one name, to out/attention_row.json."""
     of_name, first_T = defaultdict(list), 0
     for run in runs:
-        model, _, _ = load_run(run)
+        model, _, _ = load_checkpoint(run)
         name, T = Path(run).name.rpartition("_s")[0], 4 * model.config.train_len
         if not name or (first_T := first_T or T) != T:
             raise Refused(f"{run} is no NAME_sSEED, or has another training length than the first")

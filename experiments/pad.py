@@ -13,7 +13,7 @@ import math
 import torch
 from shared import Parser, save
 
-from checkpoint import load_run, with_pos
+from checkpoint import load_checkpoint, with_pos
 from common import Refused, one_sentence_errors
 from data import TokenData
 from evaluation import spread_windows, window_loss
@@ -39,7 +39,7 @@ def of_random_logits(n_keys=512):
 
 def losses(run):
     """{"1x" and "8x": [the loss with sine 1, with sine 0]} of a FoPE model of train.py."""
-    model, _, _ = load_run(run)
+    model, _, _ = load_checkpoint(run)
     recipe = model.config
     if recipe.pos != "fope" or model.blocks[0].attn.pos.sin_pad != 1:
         raise Refused(f"{run} is no FoPE whose constant pairs have sine 1")

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import common
-from checkpoint import load_run
+from checkpoint import load_checkpoint
 from common import Refused
 from data import EOT, load_tokenizer
 from hf.swap import SwappedConfig, SwappedLlama
@@ -110,7 +110,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.out.is_dir() and any(args.out.iterdir()):
         raise Refused(f"--out {args.out} holds other files; give an empty or a new folder")
-    model, _, _ = load_run(args.run)
+    model, _, _ = load_checkpoint(args.run)
     tokenizer = load_tokenizer(model.config.tokenizer, args.run)
     llama = to_llama(model, tokenizer)
     llama.save_pretrained(common.make_folder(args.out))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, need_gpt2, refuses, write_text
+from conftest import need_gpt2, refuses, write_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,18 +25,16 @@ from data import (
     TokenData,
     load_tokenizer,
     read_shard,
-    write_shard,
 )
 from evaluation import bytes_of_tokens
 from prepare_data import (
+    check_tokenizer,
     is_validation,
     read_documents,
     split_documents,
     strip_gutenberg,
-    vocab_size_of,
+    write_shard,
 )
-
-REAL_C4 = ROOT.parent / "shared" / "data" / "c4" / "c4-sample.00000-of-00001.json.gz"
 
 
 def prepare(out, *argv):
@@ -246,18 +244,16 @@ def test_passkeys_are_evenly_mixed_in_and_leave_the_text_order_alone(data_folder
     mixed = Batches(tokens, recipe(seed=1, task="passkey", task_share=0.3))
     plain = Batches(tokens, recipe(seed=1))
     question = encoding.decode(Passkey(encoding.encode_ordinary).question)
-    kinds, text = [], []
+    kinds, text, documents = [], [], []
     for i in range(100):
         sequence = mixed.sequence(i)
         assert len(sequence) == 257
         kinds.append(question in encoding.decode(sequence.tolist()))
-        if kinds[-1]:
-            assert sequence[-1] == tokens.meta["eot"]
-        else:
-            text.append(sequence)
+        (documents if kinds[-1] else text).append(sequence)
     assert sum(kinds) == 30 and all(2 <= sum(kinds[i : i + 10]) <= 4 for i in range(0, 100, 10))
     assert all(np.array_equal(a, plain.sequence(i)) for i, a in enumerate(text))
-    assert not np.array_equal(mixed.task_document(0), mixed.task_document(1))
+    assert not np.array_equal(*documents[:2])
+    assert all(document[-1] == tokens.meta["eot"] for document in documents)
 
 
 def test_processes_share_the_sequences_of_a_step(data_folder, monkeypatch):
@@ -285,18 +281,12 @@ def test_bpe_has_one_token_a_digit_and_loses_nothing(data_folder):
         assert len(with_digit) == sum(c.isdigit() for c in text)
 
 
-def test_byte_tokens_are_the_utf8_bytes():
-    text = "é" * 100 + "a\n" * 50
-    assert load_tokenizer("byte", ".").encode_ordinary(text) == list(text.encode())
-
-
 def test_a_name_says_how_many_tokens_there_are(data_folder):
     for name in ("byte", "bpe:512"):
-        assert vocab_size_of(name) == load_tokenizer(name, data_folder).n_vocab
-    assert vocab_size_of("gpt2") == 50257 and vocab_size_of("bpe:65536") == 65536
+        check_tokenizer(name)
     for name in ("bert", "bpe:257", "bpe:65537", "bpe:0512", "bpe:512 "):
         with pytest.raises(Refused, match="tokenizer"):
-            vocab_size_of(name)
+            check_tokenizer(name)
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe:512"])
@@ -455,15 +445,6 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, l
     assert not (tmp_path / "out" / "meta.json").exists() and not list(tmp_path.glob("out/*.tmp"))
 
 
-def test_a_mended_text_goes_on_where_nothing_was_done_yet(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"l\xe4tin\n")
-    argv = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "out"]
-    refuses(prepare_data.main, argv, "a.txt")
-    (tmp_path / "a.txt").write_text("lätin\n" * 9)
-    prepare_data.main(list(map(str, argv)))
-    assert len(TokenData(tmp_path / "out", "train"))
-
-
 def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
     """Beside other files it is a folder, and a change in these is seen."""
     monkeypatch.chdir(tmp_path)
@@ -544,15 +525,6 @@ def test_damaged_data_is_refused_with_a_sentence(data_folder, tmp_path, harm):
     out = shutil.copytree(data_folder, tmp_path / "out")
     harm(out)
     refuses(lambda argv: TokenData(out, "train"), [], str(out))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_C4.exists(), reason=f"the sample {REAL_C4.name} is not here")
-def test_real_c4(tmp_path):
-    argv = ["--source", REAL_C4, "--tokenizer", "bpe:1024", "--val_frac", "0.1"]
-    out = prepare(tmp_path / "c4", *argv)
-    train, val = (read_all(TokenData(out, split)) for split in ("train", "val"))
-    assert np.sum(train == 1023) + np.sum(val == 1023) == 1000 and len(train) > 500_000
 
 
 # --- a text of one's own

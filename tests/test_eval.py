@@ -171,25 +171,6 @@ def test_the_loss_is_kept_by_position_and_by_window(checkpoint, tmp_path):
         assert np.mean(row["by_window"]) == pytest.approx(row["loss"], abs=1e-3)
 
 
-@pytest.mark.parametrize("script", [eval_perplexity, eval_passkey])
-def test_results_are_beside_the_checkpoint_unless_told_otherwise(script, run, tmp_path):
-    kind, flags = script.__name__.removeprefix("eval_"), ["--lengths", "256"]
-    if script is eval_passkey:
-        flags += ["--trials", "3"]
-    before = {p.name for p in run.iterdir()}
-    evaluate(script, run, *flags)
-    assert {p.name for p in run.iterdir()} == before | {f"{kind}.json"}
-    result = read(run / f"{kind}.json")
-    assert result["kind"] == kind and list(result["lengths"]) == ["256"]
-    evaluate(script, run, *flags, "--out", tmp_path / "new" / "r.json")
-    assert read(tmp_path / "new" / "r.json")["lengths"] == result["lengths"]
-
-
-def test_default_lengths_are_1_to_16_times(run):
-    evaluate(eval_perplexity, run)
-    assert list(read(run / "perplexity.json")["lengths"]) == ["32", "64", "128", "256", "512"]
-
-
 def test_what_is_asked_by_default_is_the_recipes(data_folder, tmp_path):
     flags = ["--lengths=8x,300", "--read_tokens=1000", "--trials=3", "--seed=5", "--stop_at=1"]
     run = run_training(data_folder, tmp_path / "run", *flags)
@@ -533,10 +514,3 @@ def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):
     refuses(eval_passkey.main, [untold], str(untold))
     (run / "tokenizer.tiktoken").unlink()
     refuses(eval_passkey.main, [run], "tokenizer.tiktoken")
-
-
-def test_windows_that_the_data_has_not_are_refused(data_folder):
-    data = TokenData(data_folder, "val")
-    assert evaluation.spread_windows(data, len(data) - 1, 2).shape == (2, len(data))
-    with pytest.raises(Refused, match="is to be read"):
-        evaluation.spread_windows(data, len(data), 2)

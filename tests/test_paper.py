@@ -74,26 +74,12 @@ def test_the_recipe_of_a_committed_figure_is_still_its_recipe(name, tmp_path):
     assert not jobs.answers(path, recipes[run])  # read when it was half trained
 
 
-def test_series_of_twice_the_frequencies(tmp_path):
-    """K = 16 frequencies of 32 lie above the floor."""
-    made = paper.jobs_of(FIGURES["figure6c"], arguments(tmp_path, seeds=range(1)))
-    n_freq = {job.name: job.recipe.pos_args.get("n_freq") for job in made}
-    assert n_freq["text/fope_D2_s0"] == 32 and n_freq["passkey/fope_D4_s0"] == 64
-
-
 def test_from_20M_on_one_model_answers_for_both(tmp_path):
     made = paper.jobs_of(FIGURES["figure1"], arguments(tmp_path, "20M"))
     trained = [job for job in made if job.commands[0][0] == "train.py"]
     assert len(made) == 16 and len(trained) == 8
     passkey = next(job for job in made if job.name == "text/rope_s0 passkey")
     assert passkey.needs == "text/rope_s0" and len(passkey.commands) == 1
-
-
-def test_kinds_may_have_other_numbers_of_seeds(tmp_path):
-    made = paper.jobs_of(FIGURES["figure1"], arguments(tmp_path, passkey_seeds=range(3)))
-    names = [job.name for job in made]
-    assert sum(name.startswith("text/") for name in names) == 8
-    assert sum(name.startswith("passkey/") for name in names) == 12
 
 
 def test_models_of_books_are_read_on_two_corpora(tmp_path):
@@ -241,16 +227,6 @@ def test_the_commands_of_a_job_follow_each_other(tmp_path):
     with pytest.raises(Refused, match="a"):
         jobs.run_jobs([jobs.Job("a", None, words, {})], arguments(tmp_path))
     assert (tmp_path / "first").exists() and not (tmp_path / "never").exists()
-
-
-def test_how_far_a_command_is(tmp_path):
-    """From the bar of the last command in the log; a pipe gets no line that moves."""
-    (log := tmp_path / "a.log").write_text("python train.py\n")
-    assert jobs.how_far(log) == "0 %"
-    log.write_text("python train.py\nfope:   4%|4   | 1/9\rfope:  45%|####   | 4/9 [00:01, loss=3")
-    assert jobs.how_far(log) == "45 %"
-    log.write_text(log.read_text() + "\ndone\npython eval_perplexity.py\nreads\n")
-    assert jobs.how_far(log) == "0 %"
 
 
 SAVES = """

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import prepare_data
 import train
-from checkpoint import load_run
+from checkpoint import load_checkpoint
 from common import Refused
 from data import TokenData, load_tokenizer
 
@@ -201,7 +201,7 @@ def read_run(folder):
     """
     All that a run says to an evaluation, and to its own resume.
     """
-    model, about, state = load_run(folder)
+    model, about, state = load_checkpoint(folder)
     encoding = load_tokenizer(model.config.tokenizer, folder)
     return model.config, about, state, encoding.encode_ordinary(TEXT)
 

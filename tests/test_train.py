@@ -36,9 +36,9 @@ import eval_perplexity
 import model
 import prepare_data
 import train
-from checkpoint import load_checkpoint, load_run
+from checkpoint import load_checkpoint
 from common import one_sentence_errors
-from fope import POSITION_EMBEDDINGS, FoPE, NoPE, above_floor, rope_freqs
+from fope import POSITION_EMBEDDINGS, FoPE, NoPE, rope_freqs
 from recipe import RECIPES
 from train import learning_rate
 
@@ -70,25 +70,6 @@ def test_defaults_are_the_papers_from_20M_up(preset):
     assert recipe.n_steps == 190735 and recipe.warmup_steps == 10_000
     recipe = parsed("--preset", preset, "--train_len=2048")  # fewer than 10,000 steps
     assert recipe.n_steps == 4769 and recipe.warmup_steps == 238
-
-
-def test_tiny_recipes_and_their_models():
-    """Text and passkeys have one shape of model."""
-    text = dict(train_len=512, tokens=1_024_000, batch_size=2, lr=2e-3, task="", task_share=0.0)
-    passkey = dict(tokens=4_096_000, lr=3.5e-4, task="passkey", task_share=1.0)
-    for preset, expected in (("tiny", text), ("tiny_passkey", text | passkey)):
-        recipe = parsed("--preset", preset)
-        assert {name: getattr(recipe, name) for name in expected} == expected
-        config = model.GPT(replace(recipe, vocab_size=257)).config
-        shape = config.n_layer, config.n_head, config.head_dim, config.n_embd
-        assert shape == (4, 4, 64, 128)
-        assert config.init_std == 0.05 and config.train_len == 512
-    flags = ["--n_head=2", "--tokens=5000", "--task=passkey", "--task_share=0.5"]
-    recipe = parsed("--preset=tiny", *flags, "--eval_tokens=600")
-    assert (recipe.n_head, recipe.tokens, recipe.eval_tokens) == (2, 5000, 600)
-    assert (recipe.task, recipe.task_share) == ("passkey", 0.5)
-    # frequencies above the floor: head_dim/4, so that each of FoPE's series has one of its own
-    assert len(above_floor(rope_freqs(64), 512)) == 16
 
 
 @pytest.mark.parametrize("pos, n_own", [("rope", 18), ("fope", 16)])
@@ -240,17 +221,6 @@ def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_pat
     assert weights(tmp_path)["step"] == 2
 
 
-def test_a_run_is_resumed_with_another_grad_accum_and_says_so(data_folder, tmp_path):
-    run_training(data_folder, tmp_path, "--stop_at", "2")
-    run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["recipe"]["grad_accum"] == 2
-    finished = weights(tmp_path)
-    # nothing is left to do, and nothing changes
-    run_training(data_folder, tmp_path, "--resume", "--grad_accum", "2")
-    assert same(weights(tmp_path), finished) and finished["step"] == 20
-
-
 def test_a_run_is_resumed_with_moved_data_and_other_validation(data_folder, checkpoint, tmp_path):
     """Neither changes the weights."""
     run_training(data_folder, tmp_path / "run", "--stop_at", "7")
@@ -259,7 +229,7 @@ def test_a_run_is_resumed_with_moved_data_and_other_validation(data_folder, chec
     resumed = run_training(moved, tmp_path / "run", *flags)
     assert same(weights(resumed)["model"], weights(checkpoint)["model"])
     # evaluations read the data where they are now
-    assert load_run(resumed)[0].config.data == str(moved)
+    assert load_checkpoint(resumed)[0].config.data == str(moved)
     assert [line["step"] for line in log(resumed) if "val_loss" in line][-3:] == [15, 18, 20]
 
 
@@ -435,7 +405,7 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     flags = ["--pos=mine_of_a_test.Slower", "--pos_args", "factor=2", "--stop_at=1"]
     run = run_training(data_folder, tmp_path / "run", *flags)
-    freqs = load_run(run)[0].blocks[0].attn.pos.freqs
+    freqs = load_checkpoint(run)[0].blocks[0].attn.pos.freqs
     assert torch.equal(freqs, rope_freqs(16) / 2)
     refuses(train.main, train_argv(data_folder, tmp_path / "x", flags[0], "--pos_args", "f=1"), "f")
 
@@ -529,7 +499,7 @@ def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypa
     monkeypatch.setitem(data.TASKS, "two_keys", TwoKeys)
     flags = ["--task=two_keys", "--task_share=1", "--train_len=256", "--stop_at=1"]
     run = run_training(data_folder, tmp_path / "run", *flags, "--trials=3", "--lengths=1x,300")
-    recipe = load_run(run)[0].config
+    recipe = load_checkpoint(run)[0].config
     train_data = data.TokenData(data_folder, "train")
     encoding = train_data.tokenizer()
     for row in data.Batches(train_data, recipe).batch(0, torch.device("cpu")):
@@ -591,14 +561,6 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, scalin
     start = log(first)[-1]["val_loss"]
     # it did start from trained weights
     assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5
-
-
-def test_keywords_are_added_to_those_of_the_start(data_folder, tmp_path):
-    first = run_training(data_folder, tmp_path / "1", "--pos_args", "sigma=0.4", "--stop_at=1")
-    argv = ["--data", data_folder, "--init_from", first, "--tokens=128", "--batch_size=4"]
-    argv += ["--eval_tokens=512", "--pos_args", "cap=false", "--out", tmp_path / "2"]
-    train.main([str(a) for a in argv])
-    assert load_checkpoint(tmp_path / "2")[0].config.pos_args == {"sigma": 0.4, "cap": False}
 
 
 def test_theta_and_init_std_reach_the_model(data_folder, tmp_path):
