@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import POSITION_EMBEDDINGS  # with those of the tests, in a new process, too
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import common
 import train
 from data import Batches, TokenData
-from fope import POSITION_EMBEDDINGS, RoPE
+from fope import RoPE
 from model import GPT, GPTConfig, loss_and_gradient
 from recipe import RECIPES
 
