@@ -153,7 +153,7 @@ def read_submission(path):
 
 
 def grade(path, checks, answers, folders):
-    """Each check as Gradescope has it: number, name, score, max_score, and output, the reason."""
+    """Each check: number, name, score, max_score, and output, the reason."""
     tests, texts, unread = [], {}, None
     try:
         texts = read_submission(path)
@@ -224,11 +224,7 @@ def as_json(scores):
     return json.dumps(results, indent=1)
 
 
-def as_gradescope(scores):
-    return json.dumps({"tests": next(iter(scores.values()))}, indent=1)  # its results.json
-
-
-FORMATS = {"text": as_text, "json": as_json, "csv": as_csv, "gradescope": as_gradescope}
+FORMATS = {"text": as_text, "json": as_json, "csv": as_csv}
 
 
 def main(argv=None):
@@ -240,8 +236,6 @@ def main(argv=None):
     add("--out", help="to this file, anew after each student")
     add("--jobs", type=positive_int, default=1, help="students graded at the same time")
     args = parser.parse_args(argv)
-    if args.format == "gradescope" and len(args.submissions) > 1:
-        raise Refused("--format gradescope is for one student")
     if args.out and (out := Path(args.out).resolve()):
         inside = any(out.is_relative_to(Path(s).resolve()) for s in args.submissions)
         if inside or out.suffix in (".py", ".zip") or out.is_dir():

@@ -40,16 +40,16 @@ def load_results(paths, of_today=()):
     place of those in files. Refused where one is no result, and where they do not belong into one
     figure.
     """
-    every = [(result, "a new result") for result in of_today]
+    new, known = [(result, "a new result") for result in of_today], []
     for path in paths:
         content = read_json(path, kind=dict | list)
-        every += [(r, path) for r in (content if isinstance(content, list) else [content])]
-    if not every:
+        known += [(r, path) for r in (content if isinstance(content, list) else [content])]
+    if not (new or known):
         raise Refused(f"there is no result in {', '.join(map(str, paths))}")
-    for result, path in every:
+    for result, path in (*new, *known):
         check_result(result, path)
-    new = set(map(identity, of_today))
-    every = [pair for i, pair in enumerate(every) if i < len(new) or identity(pair[0]) not in new]
+    of_new = {identity(result) for result, _ in new}
+    every = new + [pair for pair in known if identity(pair[0]) not in of_new]
     corpora = {corpus_of(r) for r, _ in every if not is_task(r["kind"])}
     by_kind = defaultdict(lambda: defaultdict(list))
     for result, path in sorted(every, key=lambda pair: is_task(pair[0]["kind"])):  # text first

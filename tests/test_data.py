@@ -190,17 +190,6 @@ def test_one_vocabulary_serves_several_folders(data_folder, tmp_path):
     refuses(prepare_data.main, argv, "tokenizer.tiktoken")
 
 
-def test_tokenizer_training_stops_reading_at_its_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "BPE_TRAINING_CHARS", 5000)
-    lines = json_lines(tmp_path / "a.jsonl.gz", ["x" * 1000] * 8)
-    with gzip.open(lines, "at") as f:
-        f.write("damaged, but never reached")
-    documents = split_documents([lines], 0.0, False)
-    prepare_data.train_bpe(documents, 258, tmp_path / "tokenizer.tiktoken")
-    assert next(documents)[1] == "x" * 1000, "it has read five of the eight documents"
-    assert len((tmp_path / "tokenizer.tiktoken").read_text().splitlines()) == 257
-
-
 def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     """Also with validation documents in between."""
     lines = json_lines(tmp_path / "a.jsonl.gz", [f"{i} " * 3000 for i in range(200)])

@@ -88,12 +88,6 @@ def test_the_commands_on_a_gpu(project):
     assert run(project)[2][1:] == []  # all is there
 
 
-def test_without_a_compiler_nothing_is_compiled(project, monkeypatch):
-    monkeypatch.setenv("CXX", "none-such")
-    calls = [c for c in run(project)[2] if c.startswith("train.py")]
-    assert len(calls) == 4 and all(" --no-compile " in c for c in calls)
-
-
 def test_minutes_are_measured_once(project):
     flags = ["--device", "cpu", "--task_share", "0.25", "--minutes"]
     code, output, calls = run(project, *flags, "8", gpu=False)

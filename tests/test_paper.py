@@ -17,11 +17,10 @@ from conftest import ROOT, refuses
 import evaluation
 import train
 from common import Refused
-from data import TASKS, Passkey
 from fope import FoPE, rope_freqs
-from paper import figures, jobs, plot, tables
+from paper import figures, jobs
 from paper.figures import FIGURES
-from paper.results import identity, load_results
+from paper.results import identity
 from recipe import RECIPES
 
 paper = importlib.import_module("paper.__main__")
@@ -262,11 +261,6 @@ def test_what_is_told_to_stop_lets_all_save(tmp_path, told):
     )
 
 
-def test_one_model_for_both_has_no_seeds_of_its_own_for_passkeys():
-    argv = ["figure1", "--size", "20M", "--passkey_seeds", "2"]
-    refuses(paper.main, argv, "--seeds")
-
-
 def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
     """Of fewer tokens, other lengths, trials or text, where the figure's would be."""
     made = job(tmp_path, "a")
@@ -300,16 +294,6 @@ def test_list_and_refusals(capsys, tmp_path):
     argv = ["figure1", "--size", "60M", "--tokens", "1000000", "--out", tmp_path, "--device", "cpu"]
     if not (ROOT / "data" / "c4" / "meta.json").exists():
         refuses(paper.main, argv, "data/c4")
-
-
-def test_a_figure_is_drawn_anew_from_its_results(tmp_path, capsys):
-    """With no model at hand: --gather in the folder of the json, which stays as it is."""
-    committed = (ROOT / "results" / "figure4.json").read_bytes()
-    (tmp_path / "figure4.json").write_bytes(committed)
-    paper.main(["figure4", "--gather", "--out", str(tmp_path)])
-    assert (tmp_path / "figure4.json").read_bytes() == committed
-    assert (tmp_path / "figure4.png").exists()
-    assert "| minus FoPE to FoPE, nats per byte |" in capsys.readouterr().out
 
 
 def start(tmp_path, figure):
@@ -348,32 +332,3 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert (tmp_path / "equations_quick.json").read_text() == '["a note"]'
     shorter = results[0] | {"recipe": results[0]["recipe"] | {"tokens": 10}}
     assert identity(shorter) != identity(results[0])
-
-
-class FirstOfTwo(Passkey):
-    """Two keys stand side by side, and the first is asked for."""
-
-    def needle(self, rng):
-        first, second = rng.integers(10000, 100000, size=2)
-        return f"The pass key is {first}. The other key is {second}.", f" {first}"
-
-
-def test_a_task_of_ones_own_is_a_figure(tmp_path, monkeypatch):
-    """One class and one line: its jobs train on it, ask it, and its results are drawn."""
-    monkeypatch.setitem(TASKS, "first_key", FirstOfTwo)
-    figure = figures.Figure("two keys", figures.PAIR, ("first_key",))
-    made = paper.jobs_of(figure, arguments(tmp_path, "quick", seeds=range(1)))
-    assert made[0].recipe.task == "first_key" and made[0].recipe.task_share == 1.0
-    train_words, eval_words = ([str(w) for w in c] for c in made[0].commands)
-    assert train_words[train_words.index("--task") + 1] == "first_key"
-    assert eval_words[0] == "eval_passkey.py"
-    assert [path.name for path in made[0].results] == ["first_key.json"]
-    row = dict(accuracy=0.5, token_accuracy=0.7)
-    for job in made:
-        (path,) = job.results
-        path.parent.mkdir(parents=True)
-        result = dict(kind="first_key", label=None, recipe=vars(job.recipe))
-        path.write_text(json.dumps(result | {"lengths": {"512": row, "1024": row}}))
-    results = load_results([path for job in made for path in job.results])
-    assert os.path.exists(plot.draw(results, tmp_path / "fig"))
-    assert "| whole first_keys, % |" in tables.markdown_table(results)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -561,35 +560,6 @@ def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, scalin
     start = log(first)[-1]["val_loss"]
     # it did start from trained weights
     assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5
-
-
-def test_theta_and_init_std_reach_the_model(data_folder, tmp_path):
-    flags = ["--pos=rope", "--stop_at=1", "--lr=0"]
-    models = [
-        load_checkpoint(run_training(data_folder, tmp_path / str(n), *flags, *more))[0]
-        for n, more in enumerate(([], ["--theta=100", "--init_std=0.02"]))
-    ]
-    first, second = (m.blocks[0].attn for m in models)
-    torch.testing.assert_close(second.qkv.weight, 0.4 * first.qkv.weight)  # 0.05 is the preset's
-    assert torch.equal(first.pos.freqs, rope_freqs(16, 10000.0))
-    assert torch.equal(second.pos.freqs, rope_freqs(16, 100.0))
-    # and stay those of the run that another starts from
-    argv = ["--data", data_folder, "--init_from", tmp_path / "1", "--tokens=128", "--batch_size=4"]
-    argv += ["--eval_tokens=512", "--out", tmp_path / "2"]
-    train.main([str(a) for a in argv])
-    config = load_checkpoint(tmp_path / "2")[0].config
-    assert (config.theta, config.init_std) == (100.0, 0.02)
-
-
-def test_continual_pretraining_with_fope_has_the_presets_sigma(data_folder, tmp_path, monkeypatch):
-    tiny = replace(RECIPES["tiny"], pos_args={"sigma": 0.4})
-    monkeypatch.setitem(RECIPES, "tiny", tiny)
-    rope = run_training(data_folder, tmp_path / "rope", "--pos=rope", "--stop_at=1")
-    assert load_checkpoint(rope)[0].config.pos_args == {}
-    argv = ["--data", data_folder, "--tokens=128", "--batch_size=4", "--eval_tokens=512"]
-    argv += ["--init_from", rope, "--pos=fope", "--out", tmp_path / "fope"]
-    train.main([str(a) for a in argv])
-    assert load_checkpoint(tmp_path / "fope")[0].config.pos_args == {"sigma": 0.4, "cap": False}
 
 
 def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
