@@ -4,6 +4,7 @@ people config.json and log.jsonl, which repeat what it says, and the tokenizer.
 """
 
 import json
+import shlex
 import signal
 import sys
 import zipfile
@@ -36,8 +37,8 @@ def save_checkpoint(folder, model, about=None, **state):
 def load_checkpoint(folder, device="cpu"):
     """
     What save_checkpoint wrote: (model, about, state). model.config is the Recipe. The state's
-    tensors stay on disk until they are used; nothing in the file is executed. Refused for a folder
-    without a checkpoint, one that is damaged, and one that this code cannot hold.
+    tensors stay on disk until they are used. Nothing in the file is executed; an embedding of one's
+    own is imported. Refused where there is none, it is damaged, or this code cannot hold it.
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
@@ -48,17 +49,18 @@ def load_checkpoint(folder, device="cpu"):
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         about, weights = dict(state["config"]), state["model"]
-        stored = about.pop(
-            "recipe"
-        )  # runs of 071ed41 have none: 164b51f is the last that reads them
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise
         reason = str(e).split("\n")[0]
         raise Refused(f"{path} is damaged or was not written by this project: {reason}") from None
+    if "recipe" not in about:
+        raise Refused(f"{path} is damaged, or so old that 164b51f is the last commit to read it")
     try:
-        recipe = Recipe(**stored)
+        recipe = Recipe(**about.pop("recipe"))
         check_pos(recipe)
         model = GPT(recipe)
         model.load_state_dict(weights)
+    except Refused as e:
+        raise Refused(f"{path}: {e}") from None
     except (TypeError, RuntimeError) as e:
         what = f"does not fit this code, which may have changed since {about.get('commit')}"
         raise Refused(f"{path} {what}: {' '.join(str(e).split())}") from None
@@ -112,9 +114,9 @@ class Run:
 
     def begin(self, given, resume, device):
         """With new weights, or with those of another run, its embedding exchanged."""
-        killed_early = {"log.jsonl", "tokenizer.tiktoken"}  # what such a run has left
-        if common.rank() == 0 and {path.name for path in self.folder.iterdir()} - killed_early:
-            raise Refused(f"{self.folder} is not empty and holds no run; choose another --out")
+        for name in ("meta.json", "progress.json", "config.json"):  # of data, of another's model
+            if (self.folder / name).exists():
+                raise Refused(f"{self.folder} has a {name} and no run; choose another --out")
         if resume and not given:
             raise Refused(f"there is no run in {self.folder}; with its flags --resume starts it")
         if start := given.get("init_from"):
@@ -138,24 +140,22 @@ class Run:
         for name, was in asdict(started).items():
             now = getattr(recipe, name)
             if now != was and name not in MAY_CHANGE:
-                what = f"{self.folder} was started with --{name} {was}, not {now}"
-                raise Refused(f"{what}: cannot resume")
+                raise Refused(f"{self.folder} was started with --{name} {was}, not {now}")
         self.read_data(recipe, self.model)
         if self.about | self.what_is_read() != self.about:
-            what = f"{recipe.data} has other data than {self.folder} was started with"
-            raise Refused(f"{what}: cannot resume")
+            raise Refused(f"{recipe.data} has other data than {self.folder} was started with")
         self.model.config = self.recipe
         if (was := self.about["commit"]) != (now := common.git_commit()):
             print(f"note: {self.folder} was started at commit {was}, this is {now}")
 
     def read_data(self, recipe, trained):
         """The data, which say what the tokens are; of trained weights they must be the same."""
-        recipe = recipe.resolved().check()
+        recipe = recipe.check().resolved()
         self.data = TokenData(recipe.data, "train")
         tokens = dict(tokenizer=self.data.tokenizer_id, vocab_size=self.data.meta["vocab_size"])
         if trained and recipe.tokenizer != tokens["tokenizer"]:
-            what = f"the weights were trained with the tokenizer {recipe.tokenizer}"
-            raise Refused(f"{what}, {recipe.data} has {tokens['tokenizer']}")
+            both = f"the weights are of {recipe.tokenizer}, the data of {tokens['tokenizer']}"
+            raise Refused(f"{recipe.data} has another tokenizer: {both}")
         self.recipe = replace(recipe, **tokens)
 
     def what_is_read(self):
@@ -168,7 +168,7 @@ class Run:
         if self.saved:
             optimizer.load_state_dict(self.saved["optimizer"])
             self.saved = None  # or its memory would stay
-        if common.rank() == 0:
+        if common.rank() == 0 and (self.log or not self.step):  # older runs did not save it
             log = "".join(json.dumps(line) + "\n" for line in self.log).encode()
             files = {"log.jsonl": log}
             if (tokenizer := self.data.folder / "tokenizer.tiktoken").exists():
@@ -185,18 +185,18 @@ class Run:
     def save(self, optimizer, step):
         self.step = step
         if not all(p.isfinite().all() for p in self.model.parameters()):
-            what = f"the weights of step {step:,} are no longer finite and are not saved"
-            raise Refused(f"{what}; try a smaller --lr")
+            raise Refused(f"the weights of step {step:,} are not finite; try a smaller --lr")
         if common.rank() == 0:
             state = dict(optimizer=optimizer.state_dict(), step=step, log=self.log)
             save_checkpoint(self.folder, self.model, self.about, **state)
 
     def end(self):
         """Say what to type next."""
-        script, n_steps = "train.py --resume --out", self.recipe.n_steps
+        next_one, n_steps = ["train.py", "--resume", "--out"], self.recipe.n_steps
         if self.step == n_steps:
-            script = "eval_passkey.py" if self.recipe.task_share == 1 else "eval_perplexity.py"
-        print(f"step {self.step:,} of {n_steps:,} is saved; now: python {script} {self.folder}")
+            next_one = ["eval_passkey.py" if self.recipe.task_share == 1 else "eval_perplexity.py"]
+        words = shlex.join(["python", *next_one, str(self.folder)])
+        print(f"step {self.step:,} of {n_steps:,} is saved; now: {words}")
         if self.signum:
             sys.exit(128 + self.signum)
 

@@ -105,7 +105,7 @@ def make_folder(path):
 def lock(folder):
     """
     Within it no other process writes to a folder, and what a killed one left half written is gone.
-    Refused where another has the lock, which the system frees however that process ends.
+    Refused where another process, which still runs, has the lock.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -113,8 +113,8 @@ def lock(folder):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"another command is writing to {folder}") from None
-        except OSError:
-            pass  # a disk that has no locks
+        except OSError:  # a disk that has no locks
+            pass
         for half in Path(folder).glob(f"*.{'[0-9a-f]' * 8}.tmp"):  # of write_atomically
             half.unlink()
         yield

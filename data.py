@@ -82,9 +82,9 @@ class TokenData:
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": []}
             names = sorted(path.name for path in self.folder.glob(f"*{split}_*.bin"))
             if f"{split}_000000.bin" in names:  # ours, not published ones
-                raise Refused(f"{folder} is not complete: run prepare_data.py again to finish it")
+                raise Refused(f"{folder} has no meta.json, which prepare_data.py writes at its end")
         if not names:
-            raise Refused(f"{folder} has no {split} tokens; prepare_data.py makes such a folder")
+            raise Refused(f"{folder} is no folder with {split} tokens; prepare_data.py makes one")
         self.tokenizer_id = tokenizer_id(self.meta)
         if self.tokenizer_id.startswith("bpe:"):
             self.tokenizer()  # now: what is trained without its tokenizer cannot be read later
@@ -220,8 +220,7 @@ class Batches:
         self.seed, self.task_share = recipe.seed, recipe.task_share
         self.n_windows = (len(data) - 1) // self.train_len
         if self.n_windows < 1:
-            few = f"{len(data):,} training tokens, too few for one window of {self.train_len:,}"
-            raise Refused(f"{data.folder} has {few}")
+            raise Refused(f"{data.folder} has too few tokens for --train_len {self.train_len:,}")
         self.epoch, self.order = None, None
         if recipe.task:
             self.task = TASKS[recipe.task](data.tokenizer().encode_ordinary)

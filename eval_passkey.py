@@ -21,13 +21,13 @@ def main(argv=None):
     add("--task", choices=TASKS, help="without it the one trained on, or else passkey")
     add("--trials", type=positive_int, help="trials per length; else the recipe's")
     add("--generate", action="store_true", help="decode token by token instead of in one pass")
-    add("--seed", type=int, help="of the trials; else the run's")
+    add("--seed", type=evaluation.seed_int, help="of the trials; else the run's")
     args = parser.parse_args(argv)
     asked = dict(lengths=args.lengths, trials=args.trials)
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
-    out = evaluation.result_file(args, name)
+    out = evaluation.result_file(args, recipe, name, trained_on=trained["trained_on"])
     task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
     seed = recipe.seed if args.seed is None else args.seed
     how = recipe.trials, seed, args.generate, common.rank() == 0

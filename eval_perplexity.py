@@ -29,15 +29,17 @@ def main(argv=None):
     asked = dict(lengths=args.lengths, read_tokens=args.max_tokens)
     model, trained = evaluation.load_for_evaluation(args, **asked)
     recipe = model.config
-    data = TokenData(args.data or recipe.data, "val")
-    out = evaluation.result_file(args, "perplexity", data.folder.name if args.data else "")
+    data = TokenData(recipe.data if args.data is None else args.data, "val")
+    corpus, read = data.folder.name if args.data else "", {"data_sha256": data.sha256()}
+    read["trained_on"] = trained["trained_on"]
     if data.tokenizer_id != recipe.tokenizer:
         was = f"{args.run} was trained with the tokenizer {recipe.tokenizer}"
         held = f"{data.folder} holds tokens of {data.tokenizer_id}"
         raise Refused(f"{was}, {held}: their losses cannot be compared")
-    if not args.data and data.sha256("train") != trained["trained_on"]:
+    if args.data is None and data.sha256("train") != trained["trained_on"]:
         what = f"{data.folder} was prepared anew, {args.run} may have read what is for validation"
         raise Refused(f"{what} there now; --data {data.folder} reads it all the same")
+    out = evaluation.result_file(args, recipe, "perplexity", corpus, **read)
 
     # all lengths score the same tokens: whole windows of the longest that fits
     n_tokens = min(len(data), recipe.read_tokens)

@@ -3,6 +3,7 @@ What is measured, of windows of text and of a task, and what both command lines 
 eval_perplexity.py and eval_passkey.py.
 """
 
+import argparse
 import math
 import sys
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ import common
 from checkpoint import load_checkpoint, with_pos
 from common import Refused
 from data import cut, slices, window_loss
-from recipe import Keywords, parse_lengths
+from recipe import MAY_CHANGE, Keywords, parse_lengths
 
 DEPTH_BINS = 10
 
@@ -167,7 +168,7 @@ def load_for_evaluation(args, **asked):
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
     log = state.get("log", [])
-    trained = {"run": str(args.run), "trained_on": about["data_sha256"], "step": state["step"]}
+    trained = {"trained_on": about.get("data_sha256"), "step": state.get("step")}
     trained["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
     halfway = log[len(log) // 2] if log else {}
     names = ("tokens_per_s", "mfu", "peak_gb")
@@ -175,18 +176,27 @@ def load_for_evaluation(args, **asked):
     return model.to(device), trained
 
 
-def result_file(args, kind, name=""):
+def result_file(args, recipe, kind, corpus="", **read):
     """
-    Where the result goes, RUN/KIND.json or RUN/KIND_NAME.json if not to --out: known now and not
-    after the work. It may replace one of the same kind and run alone.
+    Where the result goes, RUN/KIND.json or RUN/KIND_CORPUS.json if not to --out: known now and not
+    after the work. It may replace one of the same kind and model, which has read the same, alone.
     """
-    out = args.out or args.run / f"{'_'.join(filter(None, (kind, name)))}.json"
+    out = args.out or Path(args.run) / f"{'_'.join(filter(None, (kind, corpus)))}.json"
     if out.exists():
         old = common.read_json(out)
-        if old.get("kind") != kind or old.get("run", str(args.run)) != str(args.run):
+        was = old.get("recipe", {}) | {name: old.get(name) for name in ("kind", *read)}
+        asked = asdict(recipe) | {"kind": kind, **read}
+        if any(was.get(name) != x for name, x in asked.items() if name not in MAY_CHANGE):
             raise Refused(f"--out {out} holds something else; give another name")
     common.make_folder(out.parent)
     return out
+
+
+def seed_int(text):
+    """A type for argparse: what torch takes."""
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError("must be at least 0 and less than 2^63")
+    return int(text)
 
 
 def evaluate_lengths(model, evaluate):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baselines import rope_scaling
-from fope import POSITION_EMBEDDINGS, RoPE
+from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
 
 # all but cuDNN, which makes a plan for every length that is new
 NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,7 +53,10 @@ class GPTConfig:
 def embedding_class(pos):
     """That of a name in POSITION_EMBEDDINGS, or of a file of one's own, as mine.Class."""
     module, _, name = pos.rpartition(".")
-    return getattr(import_module(module), name) if module else POSITION_EMBEDDINGS[pos]
+    cls = getattr(import_module(module), name) if module else POSITION_EMBEDDINGS[pos]
+    if not (isinstance(cls, type) and issubclass(cls, PositionEmbedding)):
+        raise AttributeError(f"{pos} is no PositionEmbedding")
+    return cls
 
 
 def make_pos(config):

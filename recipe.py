@@ -104,13 +104,13 @@ class Recipe(GPTConfig):
     def check(self):
         """Itself, if a run can have these values; else Refused."""
         for name, value in vars(self).items():
-            is_number = type(value) in (int, float)
-            if is_number and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
-                raise Refused(f"--{name} must be over 0, not {value}")
+            may_be = type(value) not in (int, float) or (value == 0 and name in MAY_BE_ZERO)
+            if not (may_be or value > 0):
+                raise Refused(f"--{name} cannot be {value}")
         if not self.task_share <= 1 or bool(self.task) != bool(self.task_share):
             raise Refused("--task and --task_share go together, the share at most 1")
         if (self.warmup_steps or 0) >= max(self.n_steps, 2):
-            raise Refused(f"--warmup_steps must be fewer than the {self.n_steps:,} of the run")
+            raise Refused(f"--warmup_steps must be fewer than the {self.n_steps:,} steps")
         parse_lengths(self.lengths, self.train_len)
         check_pos(self)
         return self

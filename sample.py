@@ -5,6 +5,8 @@ Text from a trained model, printed as it comes.
 """
 
 import codecs
+import sys
+from contextlib import suppress
 
 import torch
 
@@ -12,6 +14,7 @@ import common
 from checkpoint import load_checkpoint
 from common import Refused, positive_int
 from data import load_tokenizer
+from evaluation import seed_int
 
 
 def main(argv=None):
@@ -22,10 +25,10 @@ def main(argv=None):
     add("--max_new_tokens", type=positive_int, default=200, help="%(default)s")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
-    add("--seed", type=int, default=0, help="of the draws")
+    add("--seed", type=seed_int, default=0, help="of the draws")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
-    if args.temperature < 0:
+    if not args.temperature >= 0:
         raise Refused("--temperature must not be negative")
     device = common.init_distributed(args.device)
     model, _, _ = load_checkpoint(args.run, device)
@@ -38,6 +41,8 @@ def main(argv=None):
     generator = torch.Generator(device).manual_seed(args.seed)
     options = dict(temperature=args.temperature, top_k=args.top_k, generator=generator)
     model.eval()
+    with suppress(AttributeError):  # a terminal may lack a character; a notebook has no terminal
+        sys.stdout.reconfigure(errors="replace")
     print(args.prompt, end="", flush=True)
     with common.autocast(device):
         idx = torch.tensor([prompt], device=device)

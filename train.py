@@ -74,7 +74,7 @@ def micro_batches(recipe):
     """How many micro-batches of a step this process computes, one after the other."""
     n_micro = -(-recipe.grad_accum // common.world_size())  # rounded up
     if recipe.batch_size % (n_micro * common.world_size()):
-        parts = f"{n_micro * common.world_size()} micro-batches, as --grad_accum or torchrun asks"
+        parts = f"{n_micro * common.world_size()} parts (--grad_accum, torchrun)"
         raise Refused(f"--batch_size {recipe.batch_size} cannot be divided into {parts}")
     return n_micro
 
@@ -98,9 +98,8 @@ def read_validation(recipe):
     data = TokenData(recipe.data, "val")
     tokens = data.read(0, min(len(data), recipe.eval_tokens + 1))
     if len(tokens) <= recipe.train_len:
-        needs = f"--train_len {recipe.train_len:,} needs more than {len(tokens):,} validation"
         has = f"{recipe.data} has {len(data):,} and --eval_tokens is {recipe.eval_tokens:,}"
-        raise Refused(f"{needs} tokens; {has}")
+        raise Refused(f"too few validation tokens for --train_len {recipe.train_len:,}: {has}")
     return tokens
 
 
@@ -146,7 +145,7 @@ def train(run, device, stop_at=None):
 
     look = dict(desc=recipe.pos, unit="tok", unit_scale=True, disable=common.rank() > 0)
     last_time, last_step, last_save = time.monotonic(), step, time.monotonic()
-    batch, stop, val_loss = batches.batch(step, device), False, math.nan
+    batch, stop, shown = batches.batch(step, device), False, ""
     with tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **look) as bar:
         while step < min(stop_at or n_steps, n_steps) and not stop:
             # set the learning rates of this step
@@ -158,9 +157,9 @@ def train(run, device, stop_at=None):
             batch = batches.batch(step + 1, device)
 
             # what all processes must agree on: the mean loss, and whether one was told to stop
-            told = torch.full_like(loss, run.signum)
-            agreed = common.all_reduce_sum(torch.stack((loss / common.world_size(), told)))
-            loss, stop = agreed.tolist()  # waits for the device: no step runs on a loss of nan
+            agreed = torch.stack((loss / common.world_size(), torch.full_like(loss, run.signum)))
+            loss, signums = common.all_reduce_sum(agreed).tolist()  # waits for the device
+            stop = signums > 0
             if not math.isfinite(loss):
                 raise Refused(f"the loss of step {step + 1:,} is {loss}: try a smaller --lr")
 
@@ -177,14 +176,13 @@ def train(run, device, stop_at=None):
             if validate or step % recipe.log_every == 0:
                 seconds = max(time.monotonic() - last_time, 1e-9)
                 rate = (step - last_step) * tokens_per_step / seconds
-                lr = optimizer.param_groups[0]["lr"]
-                line = {"step": step, "tokens": step * tokens_per_step, "loss": loss, "lr": lr}
-                line |= use_of_device(rate, run.model, device)
+                line = {"step": step, "tokens": step * tokens_per_step, "loss": loss}
+                line |= {"lr": group["lr"]} | use_of_device(rate, run.model, device)
                 if validate:
                     val_loss = float(window_loss(run.model, val_tokens, recipe.train_len).mean())
-                    line["val_loss"] = val_loss
+                    line["val_loss"], shown = val_loss, f", val {val_loss:.3f}"
                 run.write_log(line)
-                bar.set_postfix_str(f"loss {loss:.3f}, val {val_loss:.3f}", refresh=False)
+                bar.set_postfix_str(f"loss {loss:.3f}{shown}", refresh=False)
                 last_time, last_step = time.monotonic(), step
 
             # save by steps, and by the clock where steps are slow

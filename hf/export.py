@@ -83,7 +83,7 @@ def to_llama(model, tokenizer):
     if config.pos == "rope" and not (config.pos_args or config.qk_norm or config.rope_scaling):
         llama = LlamaForCausalLM(LlamaConfig(**fields))
     else:
-        if config.pos not in ("nope", "alibi", "rope", "fope", "rope_a", "fope_shared"):
+        if config.pos not in ("nope", "alibi", "rope", "fope", "rope_a"):
             raise Refused(f"the position embedding {config.pos} cannot be exported")
         names = ("pos", "pos_args", "rope_scaling", "train_len", "qk_norm")
         swap = {name: getattr(config, name) for name in names}

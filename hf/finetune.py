@@ -61,8 +61,8 @@ def check_folder(folder, asked):
     started = folder / "finetune.json"
     if not started.exists() and any(folder.iterdir()):
         raise Refused(f"--output_dir {folder} holds other files; give an empty or a new folder")
-    if last_checkpoint(folder) and common.read_json(started) != asked:
-        raise Refused(f"--output_dir {folder} was started with another model, length or data")
+    if started.exists() and common.read_json(started) != asked:
+        raise Refused(f"--output_dir {folder} was started with another model, setting or data")
     common.write_json(started, asked)
 
 
@@ -72,9 +72,11 @@ def main(argv=None):
     script, training, model, data = parser.parse_args_and_config(argv)
     folder = common.make_folder(training.output_dir)
     if training.process_index == 0:
+        asked = {"model_name_or_path": model.model_name_or_path}
+        asked |= {name: getattr(training, name) for name in ("max_length", "learning_rate", "seed")}
         for path in Path(script.dataset_name or "").glob("*.jsonl"):
             check_lines(path)
-        asked = {"model_name_or_path": model.model_name_or_path, "max_length": training.max_length}
+            asked[path.name] = common.file_sha256(path)
         asked |= {"dataset_name": script.dataset_name or [vars(one) for one in data.datasets]}
         check_folder(folder, asked)
     if (folder / "training_args.bin").exists():  # the last file of the last save

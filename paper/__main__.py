@@ -5,7 +5,7 @@ The paper's figures and tables, which paper/figures.py lists: train, evaluate, d
     python -m paper figure1                                    tiny models on a CPU, one seed
     python -m paper figure1 --seeds 1-10                       ten others, with intervals
     python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
-    python -m paper enough --pos mine --seeds 1-5              another embedding beside those known
+    python -m paper enough --pos mine.Class --seeds 1-5        another embedding beside those known
     python -m paper --primary --results results                what carries the report's claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,

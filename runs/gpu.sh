@@ -42,7 +42,7 @@ fi
 if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_share"; fi
 
 # The data: from the hub, or a local folder of text, or one that prepare_data.py has written.
-out=runs_out/${size}_${where}_$(basename "$data")_$task_share shards=$data
+out=runs_out/${size}_${where}_${data//\//_}_$task_share shards=$data
 if [ ! -e "$data/meta.json" ]; then
     shards=$out/data
     case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more="" ;; esac

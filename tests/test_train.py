@@ -374,7 +374,7 @@ def test_a_checkpoint_of_changed_code_is_refused_by_the_names_that_differ(
 
     monkeypatch.setattr(model, "MLP", Renamed)
     for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
-        message = refuses(main, [*argv, checkpoint], "mlp.wide.weight", "mlp.up.weight", "commit")
+        message = refuses(main, [*argv, checkpoint], "mlp.wide.weight", "mlp.up.weight", "changed")
         assert "damaged" not in message
 
 
@@ -458,9 +458,9 @@ def test_resume_on_other_data_is_refused(data_folder, tmp_path):
         argv = train_argv(folder, tmp_path / "run", "--resume")
         refuses(train.main, argv, str(folder))
     argv = train_argv(data_folder, tmp_path / "run", "--resume")
-    refuses(train.main, argv, "tokenizer byte", "bpe:512")
+    refuses(train.main, argv, "byte", "bpe:512")
     argv = ["--data", data_folder, "--init_from", tmp_path / "run", "--out", tmp_path / "x"]
-    refuses(train.main, argv, "tokenizer byte", "bpe:512")
+    refuses(train.main, argv, "byte", "bpe:512")
     run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
 
 
