@@ -328,7 +328,7 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert json.loads((tmp_path / "equations_quick.json").read_text()) == [*results, more]
     (tmp_path / "equations_quick.json").write_text('["a note"]')
     _, stderr = start(tmp_path, "equations").communicate(timeout=600)
-    assert "\nerror: " in stderr and "equations_quick.json" in stderr
+    assert "error: " in stderr and "equations_quick.json" in stderr
     assert (tmp_path / "equations_quick.json").read_text() == '["a note"]'
     shorter = results[0] | {"recipe": results[0]["recipe"] | {"tokens": 10}}
     assert identity(shorter) != identity(results[0])
