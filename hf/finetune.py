@@ -61,7 +61,8 @@ def check_folder(folder, asked):
     started = folder / "finetune.json"
     if not started.exists() and any(folder.iterdir()):
         raise Refused(f"--output_dir {folder} holds other files; give an empty or a new folder")
-    if started.exists() and common.read_json(started) != asked:
+    begun = last_checkpoint(folder) or (folder / "training_args.bin").exists()
+    if begun and common.read_json(started) != asked:
         raise Refused(f"--output_dir {folder} was started with another model, setting or data")
     common.write_json(started, asked)
 
