@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests and lint, on a CPU, without a network after the installation.
 #
-#   bash runs/test.sh              the quick suite: half a minute on 2 slow cores
+#   bash runs/test.sh              the quick suite: a minute on 2 slow cores
 #   bash runs/test.sh --all        and what is slow: kills, damaged files, two processes, the course
 #                                  kit, and hf/, which needs 700 MB of other libraries
 #   bash runs/test.sh -k rope      further words go to pytest
