@@ -45,8 +45,8 @@ MOST = 2**20  # bytes of a file
 MOST_BACK = 2**23  # bytes of an answer
 SECONDS = 20  # for one call
 SECONDS_IN_ALL = 100  # for all calls of a file
-IMPORTS = "__future__ collections dataclasses functools itertools math numpy pathlib sys torch tqdm"
-IMPORTS += " typing warnings baselines checkpoint common data fope recipe"
+IMPORTS = "__future__ argparse collections dataclasses functools itertools math numpy pathlib sys"
+IMPORTS += " torch tqdm typing warnings baselines checkpoint common data fope recipe"
 
 # --- a student's file in its process
 
