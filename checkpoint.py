@@ -4,6 +4,7 @@ people config.json and log.jsonl, which repeat what it says, and the tokenizer.
 """
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -195,6 +196,7 @@ class Run:
         next_one, n_steps = ["train.py", "--resume", "--out"], self.recipe.n_steps
         if self.step == n_steps:
             next_one = ["eval_passkey.py" if self.recipe.task_share == 1 else "eval_perplexity.py"]
+        next_one[0] = os.path.relpath(common.ROOT / next_one[0])  # from where it is printed
         words = shlex.join(["python", *next_one, str(self.folder)])
         print(f"step {self.step:,} of {n_steps:,} is saved; now: {words}")
         if self.signum:

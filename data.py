@@ -2,7 +2,7 @@
 What training and evaluation read: tokenizers, token shards, tasks, batches, windows of a text.
 
 A shard is 256 little-endian int32 (magic 20240520, version 1, token count), then uint16 tokens:
-the layout of modded-nanogpt, so its published shards can be read here and ours there.
+the layout of llm.c and modded-nanogpt, whose published shards can be read here and ours there.
 """
 
 import base64
@@ -80,11 +80,11 @@ class TokenData:
             names = [s["name"] for s in self.meta["shards"] if s["split"] == split]
         else:
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": []}
-            names = sorted(path.name for path in self.folder.glob(f"*{split}_*.bin"))
+            names = sorted(p.name for p in self.folder.glob("*.bin") if split in p.stem.split("_"))
             if f"{split}_000000.bin" in names:  # ours, not published ones
                 raise Refused(f"{folder} has no meta.json, which prepare_data.py writes at its end")
         if not names:
-            raise Refused(f"{folder} is no folder with {split} tokens; prepare_data.py makes one")
+            raise Refused(f"{folder} has no {split} tokens; prepare_data.py, --val_frac make them")
         self.tokenizer_id = tokenizer_id(self.meta)
         if self.tokenizer_id.startswith("bpe:"):
             self.tokenizer()  # now: what is trained without its tokenizer cannot be read later

@@ -170,18 +170,18 @@ class ALiBi(PositionEmbedding):
 
     def with_bias(self, q, k, v, j):
         """
-        The bias without an attention mask. Softmax ignores what is constant in a row, so
-        -m(i - j) can be +m j: one number per key, at position j (.., T), which two extra columns
-        of q and k bring into the dot product. j is split into 256 * (j // 256) and j % 256:
-        bf16 holds integers exactly only up to 256, and both parts exactly up to j = 65535.
+        The bias without an attention mask. Softmax ignores what is constant in a row, so -m(i - j)
+        can be +m j: one number per key, at position j (.., T). Three columns of q and k bring it
+        into it: j in base 256, as bf16 holds no larger integers exactly. fp16 has no 65536: q has.
         """
-        key_columns = torch.stack((j // 256 * 256, j % 256), dim=-1).to(k.dtype)
-        query_columns = self.slopes.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 2)
-        q = torch.cat((q / math.sqrt(self.head_dim), query_columns), dim=-1)  # head_dim + 2
-        k = torch.cat((k, key_columns.expand(*k.shape[:-1], 2)), dim=-1)
+        key_columns = torch.stack((j // 256 % 256 * 256, j % 256, j // 65536), dim=-1).to(k.dtype)
+        slopes = self.slopes.to(q.dtype).view(-1, 1, 1)
+        query_columns = torch.cat((slopes, slopes, slopes * 65536), -1).expand(*q.shape[:-1], 3)
+        q = torch.cat((q / math.sqrt(self.head_dim), query_columns), dim=-1)  # head_dim + 3
+        k = torch.cat((k, key_columns.expand(*k.shape[:-1], 3)), dim=-1)
         # as wide as all CUDA kernels take, a multiple of 8; on a CPU v has to be as wide, too
         zeros = -q.size(-1) % 8
-        return F.pad(q, (0, zeros)), F.pad(k, (0, zeros)), F.pad(v, (0, 2 + zeros))
+        return F.pad(q, (0, zeros)), F.pad(k, (0, zeros)), F.pad(v, (0, 3 + zeros))
 
 
 # --- RoPE

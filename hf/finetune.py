@@ -13,14 +13,17 @@ checkpoint.
 import json
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from datasets.exceptions import DatasetsError
+from transformers import AutoTokenizer
 from trl.scripts import sft
 
 import common
 import hf.swap  # noqa: F401  from here on the library's Auto classes know swapped models
 from common import Refused
+from data import EOT
 
 PAPER = dict(  # AdamW, from 2048 to 4096 tokens
     max_length=4096,
@@ -40,9 +43,13 @@ PAPER = dict(  # AdamW, from 2048 to 4096 tokens
 
 
 def check_lines(path):
-    """Refuse a .jsonl file that has a line without a chat or a text."""
+    """Refuse a .jsonl file that has a line without a chat or a text, or with an end of text."""
     with open(path, encoding="utf-8") as f:
         for n, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            if EOT in line:  # TRL would read it as the end, prepare_data.py as text
+                raise Refused(f"{path}, line {n}: {EOT} would end the text there; take it out")
             row = None
             with suppress(ValueError):
                 row = json.loads(line)
@@ -85,8 +92,16 @@ def main(argv=None):
         return
     if last := last_checkpoint(folder):
         training.resume_from_checkpoint = str(last)
+    from_pretrained = AutoTokenizer.from_pretrained
+
+    def read(*args, **kwargs):  # the end of text that TRL puts after each is to be one token
+        tokenizer = from_pretrained(*args, **kwargs)
+        tokenizer.split_special_tokens = False  # hf.export's would split it
+        return tokenizer
+
     try:
-        sft.main(script, training, model, data)
+        with patch.object(AutoTokenizer, "from_pretrained", read):
+            sft.main(script, training, model, data)
     except (OSError, DatasetsError) as e:  # no such model, no such data
         raise Refused(str(e).splitlines()[0]) from None
 

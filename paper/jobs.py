@@ -7,6 +7,7 @@ was cut off is resumed, and Ctrl-C saves all that runs.
 Each line of COMMANDS is a job, such as python train.py ..., and ends with the folder of its run.
 """
 
+import ctypes
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors, read_json
 from recipe import MAY_CHANGE, Recipe, parse_lengths
+
+LIBC = ctypes.CDLL(None)
 
 
 def n_cores():
@@ -74,6 +77,8 @@ def start(job, log, environment):
         f.write(f"python {shlex.join(words)}\n".encode())
         f.flush()
         how = dict(stdin=subprocess.DEVNULL, stdout=f, stderr=f, cwd=ROOT, env=environment)
+        if sys.platform == "linux":  # where we are killed, it is told to stop
+            how["preexec_fn"] = lambda: LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         # a session of its own, so that Ctrl-C reaches it through us alone
         return subprocess.Popen([sys.executable, *words], start_new_session=True, **how)
 

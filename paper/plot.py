@@ -168,10 +168,10 @@ def main(argv=None):
     for path in map(Path, args.tables):
         text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
         common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
-    if args.results:
-        results = load_results(args.results)
+    if paths := [path for path in args.results if Path(path).name != "config.json"]:  # RUN/*.json
+        results = load_results(paths)
         measure = "loss" if args.loss else "perplexity"
-        out = (args.out or str(Path(args.results[0]).with_suffix(""))).removesuffix(".png")
+        out = (args.out or str(Path(paths[0]).with_suffix(""))).removesuffix(".png")
         if not Path(out).name or Path(out).is_dir() or out.endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
         drawn = draw(results, out, measure)

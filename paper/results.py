@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import MAY_CHANGE, parse_lengths
+from recipe import MAY_CHANGE, Recipe, parse_lengths
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -131,17 +131,19 @@ def corpus_of(result):
 
 
 def label_of(result):
-    """The --label, or else the embedding with what is special about it."""
-    if result.get("label"):
-        return result["label"]
+    """The --label, or else the embedding with what is special about it; how far it is trained."""
     recipe = result["recipe"]
+    step, steps = result.get("step"), Recipe(**recipe).n_steps
+    half = f" (step {step:,} of {steps:,})" if step is not None and step < steps else ""
+    if result.get("label"):
+        return result["label"] + half
     name = NAMES.get(recipe["pos"], recipe["pos"])
     if recipe.get("qk_norm"):
         name += " + QK-norm"
     changes = [f"{k}={v}" for k, v in recipe.get("pos_args", {}).items()]
     if scaling := recipe.get("rope_scaling"):
         changes.append(f"{scaling.get('kind', 'yarn')} x{scaling['factor']:g}")
-    return f"{name} ({', '.join(changes)})" if changes else name
+    return (f"{name} ({', '.join(changes)})" if changes else name) + half
 
 
 def identity(result):

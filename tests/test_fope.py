@@ -135,6 +135,15 @@ def test_alibi_bias_is_the_published_one():
         torch.testing.assert_close(pos.scores(q, k)[:, h, i, j], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_alibi_is_exact_in_16_bits_wherever_a_text_stands(dtype):
+    pos = make_embedding("alibi", head_dim=16, n_head=2)
+    q, k, v = draw_qkv(64).to(dtype)
+    near, far = (pos.with_bias(q, k, v, torch.arange(64) + start) for start in (0, 65_500))
+    logits = [(q.double() @ k.double().mT) for q, k, _ in (near, far)]
+    assert (logits[1] - logits[0] - 65_500 * pos.slopes.view(1, -1, 1, 1)).abs().max() < 1e-6
+
+
 def test_alibi_stays_linear_in_bf16_at_8192():
     """bf16 has 8 bits of mantissa: one number per position would be rounded to multiples of 32."""
     T = 8192

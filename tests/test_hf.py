@@ -405,7 +405,14 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
     hf.export.to_fast_tokenizer(ours).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [path.read_text() for path in sorted(write_text(tmp_path / "text", 3).iterdir())]
-    texts += ["", " ", "\n\n  two\tlines \n", "don't 12345 naïve 你好 🙂"]
+    texts += [
+        "a<|endoftext|>b",
+        "<|endoftext|>",
+        "",
+        " ",
+        "\n\n  two\tlines \n",
+        "don't 12345 naïve 你好 🙂",
+    ]
     for text in texts:
         ids = theirs(text)["input_ids"]
         assert ids == ours.encode_ordinary(text)
@@ -475,7 +482,10 @@ def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     words = ["--output_dir", tmp_path / "out", "--model_name_or_path"]
     refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
-    for text in ('{"question": "who?"}\n', '{"text": "one"}\n{"text": \n', '["text"]\n', "\0\1"):
+    bad.write_text('\n{"text": "one"}\n \t\n{"text": "two"}\n\n')
+    hf.finetune.check_lines(bad)  # blank lines are skipped
+    lines = '{"question": "who?"}\n', '{"text": "one"}\n{"text": \n', '["text"]\n', "\0\1"
+    for text in (*lines, '{"text": "a<|endoftext|>b"}\n'):
         bad.write_text(text)
         refuses(finetune, [*words, llama_folder, "--dataset_name", bad.parent], f"{bad}, line")
 
@@ -521,6 +531,25 @@ def test_passkeys_of_the_harness_are_ours(benchmark, llama_folder):
         ids, n, _, _ = Passkey(encoding.encode_ordinary).sample(448, rng)
         assert encoding.encode_ordinary(trial["prompt"] + trial["answer"]) == ids.tolist()
         assert len(trial["answer"]) == n
+
+
+def test_passkeys_have_one_blank_where_their_text_has_one(benchmark, monkeypatch):
+    """With a tokenizer that puts a blank before what it encodes, as Llama's does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    from hf.tasks import functions
+
+    letters = {chr(i): i for i in range(128)} | {"▁": 128}
+    llamas = Tokenizer(models.BPE(letters, []))
+    blanks = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    llamas.normalizer = normalizers.Sequence(blanks)
+    to_text = decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    llamas.decoder = decoders.Sequence(to_text)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=llamas)
+    monkeypatch.setattr(functions.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
+    for trial in functions.passkeys("x", max_length=448, trials=3)["test"]:
+        assert "  " not in (text := trial["prompt"] + trial["answer"]) and "\n " not in text
+        assert re.fullmatch(r" ?\d{5}", trial["answer"]) and re.search(r"key is \d{5}$", text)
 
 
 TASK = """

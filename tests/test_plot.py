@@ -123,12 +123,11 @@ ROW = {"perplexity": 40, "loss": 3.0, "tokens": 10}
     ("recipe", "result", "word"),
     [
         (dict(train_len=64), {}, "training lengths"),
-        (dict(seed=0), dict(step=3), "seed 0"),
+        (dict(seed=0), dict(commit="x"), "seed 0"),
         (dict(tokenizer="byte"), {}, "tokenizers"),
         (dict(lengths="128,4096"), {}, "--lengths"),
         ({}, dict(lengths={128: ROW | {"tokens": 5}}), "--max_tokens"),
         ({}, dict(lengths={64: ROW}), "length"),
-        ({}, dict(step=3), "step"),
         ({}, dict(trained_on=["x"]), "training data"),
         (dict(lr=0.5), {}, "lr"),
     ],
@@ -141,6 +140,19 @@ def test_what_does_not_belong_together_is_refused(recipe, result, word, tmp_path
     recipe = json.loads(second.read_text())["recipe"] | recipe
     changed(second, recipe=recipe, **result)
     refuses(plot.main, [first, second, "--out", tmp_path / "fig"], word)
+
+
+@pytest.mark.parametrize("label", [None, "mine"])
+def test_a_model_that_is_half_trained_is_named_so(tmp_path, label, capsys):
+    """Also where RUN/*.json are drawn, config.json among them."""
+    (tmp_path / "config.json").write_text('{"recipe": {}}')
+    sizes = dict(tokens=128 * 4 * 157, batch_size=4)
+    path = result_file(tmp_path, "perplexity", "rope", 0, 1.0, **sizes)
+    for step, told in ((60, True), (157, False)):
+        changed(path, step=step, label=label)
+        plot.main([str(p) for p in sorted(tmp_path.glob("*.json"))])
+        assert (f"{label or 'RoPE'} (step 60 of 157)" in capsys.readouterr().out) == told
+    assert (tmp_path / "perplexity_rope_0.png").exists()
 
 
 def test_what_is_no_result_is_refused(tmp_path):

@@ -36,10 +36,14 @@ def passkeys(pretrained, max_length=None, tokenizer=None, trials=100, **others):
     """Passkey's trials of max_length tokens. What is in --model_args and --metadata arrives."""
     length = max_length or AutoConfig.from_pretrained(pretrained).max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(tokenizer or pretrained)
-    task = Passkey(lambda text: tokenizer.encode(text, add_special_tokens=False))
-    rng, rows = np.random.default_rng((0, length)), []
+    zero = tokenizer.encode("0", add_special_tokens=False)
+
+    def encode(text):  # as within a text: some tokenizers put a blank before a first word
+        return tokenizer.encode("0" + text, add_special_tokens=False)[len(zero) :]
+
+    task, rng, rows = Passkey(encode), np.random.default_rng((0, length)), []
     for _ in range(trials):
         tokens, n, _, _ = task.sample(length, rng)
-        prompt, answer = tokenizer.decode(tokens[:-n]), tokenizer.decode(tokens[-n:])
-        rows.append({"prompt": prompt, "answer": answer})
+        text, prompt = tokenizer.decode(tokens), tokenizer.decode(tokens[:-n])
+        rows.append({"prompt": prompt, "answer": text.removeprefix(prompt)})
     return {"test": Dataset.from_list(rows)}
