@@ -170,9 +170,9 @@ class ALiBi(PositionEmbedding):
 
     def with_bias(self, q, k, v, j):
         """
-        The bias without an attention mask. Softmax ignores what is constant in a row, so -m(i - j)
-        can be +m j: one number per key, at position j (.., T). Three columns of q and k bring it
-        into it: j in base 256, as bf16 holds no larger integers exactly. fp16 has no 65536: q has.
+        The bias without an attention mask. Softmax ignores what is constant in a row: -m(i - j) is
+        +m j, a number for each key, at position j (.., T). Three columns of q and k bring it into
+        their product: j in base 256, past which bf16 has gaps. fp16 has no 65536: q has it.
         """
         key_columns = torch.stack((j // 256 % 256 * 256, j % 256, j // 65536), dim=-1).to(k.dtype)
         slopes = self.slopes.to(q.dtype).view(-1, 1, 1)

@@ -429,7 +429,8 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     common.write_json(args.out / "progress.json", meta)
     (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done
     n_train, n_val = total.values()
-    print(f"{args.out}: {n_train:,} training, {n_val:,} validation tokens of {encoding.n_vocab}")
+    tokens = f"{n_train:,} training and {n_val:,} validation tokens"
+    print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
     if n_train and n_val and (share := share_leaked(args.out)) > 0.01:
         where = "of the validation text, in pieces of 64 tokens, is training text, too"
         print(f"note: {share:.1%} {where}: the loss on it will be too low")

@@ -98,9 +98,10 @@ def read_validation(recipe):
     data = TokenData(recipe.data, "val")
     tokens = data.read(0, min(len(data), recipe.eval_tokens + 1))
     if len(tokens) <= recipe.train_len:
-        needs = f"--train_len {recipe.train_len:,} needs more than {len(tokens):,} validation"
-        has = f"--eval_tokens is {recipe.eval_tokens:,}, and --val_frac made {len(data):,}"
-        raise Refused(f"{needs} tokens; {has}")
+        what = f"--train_len {recipe.train_len:,} needs more than {len(tokens):,} validation tokens"
+        raise Refused(
+            f"{what} (--val_frac made {len(data):,}, --eval_tokens {recipe.eval_tokens:,})"
+        )
     return tokens
 
 

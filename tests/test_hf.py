@@ -542,9 +542,9 @@ def test_passkeys_have_one_blank_where_their_text_has_one(benchmark, monkeypatch
     letters = {chr(i): i for i in range(128)} | {"▁": 128}
     llamas = Tokenizer(models.BPE(letters, []))
     blanks = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    llamas.normalizer = normalizers.Sequence(blanks)
+    llamas.normalizer = normalizers.Sequence(list(blanks))
     to_text = decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    llamas.decoder = decoders.Sequence(to_text)
+    llamas.decoder = decoders.Sequence(list(to_text))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=llamas)
     monkeypatch.setattr(functions.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
     for trial in functions.passkeys("x", max_length=448, trials=3)["test"]:
