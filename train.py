@@ -99,9 +99,7 @@ def read_validation(recipe):
     tokens = data.read(0, min(len(data), recipe.eval_tokens + 1))
     if len(tokens) <= recipe.train_len:
         what = f"--train_len {recipe.train_len:,} needs more than {len(tokens):,} validation tokens"
-        raise Refused(
-            f"{what} (--val_frac made {len(data):,}, --eval_tokens {recipe.eval_tokens:,})"
-        )
+        raise Refused(f"{what} (--val_frac: {len(data):,}, --eval_tokens: {recipe.eval_tokens:,})")
     return tokens
 
 
