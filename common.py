@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
 
@@ -34,6 +35,8 @@ def one_sentence_errors(main):
     """main, but what a user can mend ends in one sentence."""
 
     def wrapped(*args, **kwargs):
+        if sys.stderr is None:  # closed; a file of ours may not take its number
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         try:
             main(*args, **kwargs)
             print(end="", flush=True)
@@ -64,6 +67,18 @@ def is_out_of_memory(e):
 
 
 # --- command lines
+
+
+class Bar(tqdm):
+    """A progress bar, which ends no run where its log is on a full disk, or closed."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError, ValueError):
+            return super().display(*args, **kwargs)
+
+    def close(self):
+        with suppress(OSError, ValueError):
+            super().close()
 
 
 class ArgumentParser(argparse.ArgumentParser):

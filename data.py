@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
-from tqdm import tqdm
 
 import common
-from common import Refused
+from common import Bar, Refused
 
 EOT = "<|endoftext|>"
 
@@ -260,7 +259,7 @@ def slices(n, length, device, show=False):
     """Those of n windows that this process reads, so many at once as fit: on a CPU in its cache."""
     n_rows = max(1, (2048 if device.type == "cpu" else 8192) // length)
     starts = range(common.rank() * n_rows, n, common.world_size() * n_rows)
-    for i in tqdm(starts, f"length {length}", disable=not show, leave=False):
+    for i in Bar(starts, f"length {length}", disable=not show, leave=False):
         yield slice(i, i + n_rows)
 
 

@@ -8,11 +8,10 @@ Text to token shards.
     python prepare_data.py --source c4 --shards 0-66 --out data/c4                   10B tokens
     python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
-A local source is any number of .txt and .txt.gz files (one document each), .json, .jsonl and their
-.gz (objects with a "text"), and folders of these, without what is hidden in them. Documents are
-split into training and validation by a hash of their text; of a few the end of each is for
-validation. An end-of-text token follows each. The shard format is in data.py. What was killed
-starts anew.
+A local source is any number of .txt files (one document each), .json and .jsonl files (objects with
+a "text"), their .gz, and folders of these, without what is hidden in them. Documents are split into
+training and validation by a hash of their text; of a few the end of each is for validation. An end
+of text follows each. The shard format is in data.py. What was killed starts anew.
 """
 
 import base64
@@ -21,22 +20,23 @@ import hashlib
 import json
 import re
 import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import rustbpe
-from tqdm import tqdm
 
 import common
 import data
-from common import Refused, positive_int
+from common import Bar, Refused, positive_int
+from evaluation import share_leaked
 
 # --- where text comes from
 
-SUFFIXES = (".txt", ".txt.gz", ".json", ".json.gz", ".jsonl", ".jsonl.gz")
+TEXT = (".txt", ".txt.gz")  # one document a file
+SUFFIXES = (*TEXT, ".json", ".json.gz", ".jsonl", ".jsonl.gz")
 HUB = {  # repository, revision, number of training files
     "c4": ("allenai/c4", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2", 1024),
     # Dolma's books, which the paper trained on; later revisions hold only a list of addresses
@@ -59,11 +59,10 @@ def find_sources(args):
     if not numbers or numbers[-1] >= n_files:
         raise Refused(f"--shards {args.shards}: {name} has files 0 to {n_files - 1}; try 0-2")
     if name == "gutenberg":
-        names = [f"data/gutenberg-books/books-{i:04d}.json.gz" for i in numbers]
-        return [([download(name, one) for one in names], args.val_frac)]
-    val = download(name, "en/c4-validation.00000-of-00008.json.gz")
-    names = [f"en/c4-train.{i:05d}-of-01024.json.gz" for i in numbers]
-    return [([val], 1.0), ([download(name, one) for one in names], 0.0)]
+        files = [download(name, f"data/gutenberg-books/books-{i:04d}.json.gz") for i in numbers]
+        return [(files, args.val_frac)]
+    files = [download(name, f"en/c4-train.{i:05d}-of-01024.json.gz") for i in numbers]
+    return [([download(name, "en/c4-validation.00000-of-00008.json.gz")], 1.0), (files, 0.0)]
 
 
 def expand(paths):
@@ -77,13 +76,13 @@ def expand(paths):
             if p.name.lower().endswith(SUFFIXES) and p.is_file() and not is_hidden:
                 found[p.resolve()] = p  # one that is named twice is read once
             elif p.is_file() or p.is_symlink():
-                passed_over.append((is_hidden, str(p)))
+                passed_over.append(str(p))
         if not found:
             known = "sotu, c4, gutenberg go by name, each alone"
             raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}; {known}")
         files |= found
     if passed_over:
-        names = ", ".join(name for _, name in sorted(passed_over)[:5])
+        names = ", ".join(sorted(passed_over, key=lambda p: "/." in p)[:5])  # hidden ones last
         print(f"note: {len(passed_over)} files are passed over, by name or ending, such as {names}")
     return list(files.values())
 
@@ -103,16 +102,12 @@ def download(source, name):
 # --- files -> documents
 
 
-def is_text(path):
-    return path.name.lower().endswith((".txt", ".txt.gz"))
-
-
 def read_documents(path):
     """One string each. Refused, with file and line, where it is damaged or has no text."""
     line = 1
     try:
         with (gzip.open if path.name.lower().endswith(".gz") else open)(path, "rb") as f:
-            if is_text(path):
+            if path.name.lower().endswith(TEXT):
                 yield f.read().decode("utf-8-sig")
                 return
             for line, content in enumerate(f, start=1):
@@ -128,8 +123,7 @@ def read_documents(path):
     except json.JSONDecodeError as e:
         raise Refused(f"{path}, line {line + e.lineno - 1}: this is not JSON ({e.msg})") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        what = f"the gzip file is truncated or damaged ({e})"
-        raise Refused(f"{path}, after line {line}: {what}") from None
+        raise Refused(f"{path}, after line {line}: a truncated or damaged gzip ({e})") from None
 
 
 # an integer may be too long for an int, and a string may hold control characters, such as NUL
@@ -171,20 +165,18 @@ def strip_gutenberg(text):
         elif start is not None:
             books.append(text[start : mark.start()])
             start = None  # what follows is no book's, up to the next header
-    if start == 0:
-        return text
-    books.append(text[start:] if start else "")
-    return "\n\n".join(filter(None, map(str.strip, books)))
+    books.append(text[start:] if start is not None else "")
+    return text if start == 0 else "\n\n".join(filter(None, map(str.strip, books)))
 
 
-def clean(text, is_book, join_lines):
+def clean(text, path, join_lines):
     """
     A document as it is tokenized. join_lines makes each paragraph one line, but leaves short and
     indented lines (verse, headings, tables): a model would expect a book's breaks in all text.
     """
     if "\r" in text:
         text = re.sub(r"\r*\n|\r", "\n", text)
-    if is_book:
+    if path.name.lower().endswith(TEXT):
         text = strip_gutenberg(text)
     if join_lines:
         text = re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
@@ -205,7 +197,7 @@ def split_documents(files, val_frac, join_lines):
 
     def texts():
         for path in files:
-            cleaned = (clean(text, is_text(path), join_lines) for text in read_documents(path))
+            cleaned = (clean(text, path, join_lines) for text in read_documents(path))
             yield from filter(str.strip, cleaned)
 
     # their number, if they are few or all in one split
@@ -239,10 +231,7 @@ BPE_TRAINING_CHARS = 100_000_000
 
 
 def train_bpe(documents, n_vocab, path):
-    """
-    A byte-pair encoding of n_vocab tokens, with the end of text, of the training split's first
-    BPE_TRAINING_CHARS characters; its ranks are saved.
-    """
+    """Train one of n_vocab tokens, with the end of text, on the training split; save its ranks."""
 
     def texts():
         total = 0
@@ -266,23 +255,26 @@ def train_bpe(documents, n_vocab, path):
 def encode(documents, encoding):
     """(split, tokens) of each (split, text), in order; an end-of-text token after each text."""
 
-    def encode_one(document):
-        split, text = document
+    def encode_one(split, text):
         tokens = encoding.encode_to_numpy(text, disallowed_special=())
         return split, np.append(tokens, encoding.eot_token).astype("<u2")
 
-    documents = iter(documents)
-    with ThreadPoolExecutor() as pool:  # tiktoken releases Python's lock
-        while some := list(islice(documents, 64)):
-            yield from pool.map(encode_one, some)
+    with ThreadPoolExecutor() as pool:  # some texts ahead: tiktoken releases Python's lock
+        pending = deque()
+        for document in documents:
+            pending.append(pool.submit(encode_one, *document))
+            if len(pending) > 64:
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
 
 
 def write_shard(path, tokens):
-    """Write tokens (a uint16 array) as one shard."""
+    """Write tokens (a uint16 array) as one shard. What meta.json says of it."""
     header = np.zeros(data.HEADER_INTS, dtype="<i4")
     header[:3] = data.MAGIC, data.VERSION, len(tokens)
     content = header.tobytes(), tokens.astype("<u2").tobytes()
     common.write_atomically(path, lambda f: f.writelines(content))
+    return dict(name=path.name, tokens=len(tokens), sha256=common.file_sha256(path))
 
 
 def write_shards(args, documents, encoding):
@@ -292,12 +284,11 @@ def write_shards(args, documents, encoding):
 
     def flush(split):
         path = args.out / f"{split}_{sum(s['split'] == split for s in shards):06d}.bin"
-        write_shard(path, tokens := np.frombuffer(waiting[split], "<u2"))
-        about = dict(name=path.name, split=split, tokens=len(tokens))
-        shards.append(about | dict(sha256=common.file_sha256(path)))
+        shard = write_shard(path, np.frombuffer(waiting[split], "<u2"))
+        shards.append({"split": split} | shard)
         waiting[split] = bytearray()
 
-    for split, tokens in tqdm(encode(documents, encoding), "tokenizing", unit=" documents"):
+    for split, tokens in Bar(encode(documents, encoding), "tokenizing", unit=" documents"):
         if args.max_tokens and split == "train":
             tokens = tokens[: args.max_tokens - total["train"]]
         waiting[split] += tokens.tobytes()
@@ -311,31 +302,6 @@ def write_shards(args, documents, encoding):
     return shards, total
 
 
-def share_leaked(out, n=64):
-    """Of 1,000 validation windows of n tokens, drawn at random, the share that is in training."""
-    train, val = (data.TokenData(out, split) for split in ("train", "val"))
-    if len(val) < n:
-        return 0.0
-    starts = np.random.default_rng(0).integers(len(val) - n + 1, size=1000).tolist()
-    drawn = np.concatenate([hash_windows(val.read(start, n), n) for start in starts])
-    leaked, near = np.zeros(len(drawn), dtype=bool), np.zeros(2**16, dtype=bool)
-    near[drawn >> 48] = True  # so that few are compared
-    for shard in train.shards:
-        for start in range(0, len(shard), 2**18):
-            found = hash_windows(shard[start : start + 2**18 + n - 1], n)
-            leaked |= np.isin(drawn, found[near[found >> 48]])
-    return leaked.mean()
-
-
-def hash_windows(tokens, n):
-    """A hash of every window of n tokens, a power of two: of halves, and these of their halves."""
-    hashes, width = tokens.astype(np.uint64), 1
-    while width < n:
-        hashes = hashes[:-width] * np.uint64(0x9E3779B97F4A7C15 + 2 * width) + hashes[width:]
-        width *= 2
-    return hashes
-
-
 # --- the command
 
 
@@ -347,8 +313,9 @@ def parse_args(argv):
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
     add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
-    known = "byte, gpt2 (the hub's default), bpe:N (else bpe:2048), or a data folder that has one"
-    add("--tokenizer", help=known)
+    known = "byte, bpe:N, gpt2, or a data folder that has one; if not given gpt2 for the hub's, "
+    known += "byte for less than 1 MB of text, else bpe:2048"
+    add("--tokenizer", default="", help=known)
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
@@ -362,48 +329,38 @@ def parse_args(argv):
     return args
 
 
-def is_complete(out, settings):
-    """Whether a command with the same settings is done. What one has left undone is deleted."""
-    if (out / "meta.json").exists():
-        if common.read_json(out / "meta.json").get("settings") == settings:
-            return True
-        what = "holds data prepared with other settings or from other files"
-        raise Refused(f"{out} {what}; choose another --out, or delete it")
-    for found in (*out.glob("*.bin"), *out.glob("config.json")):
-        if not (out / "progress.json").exists():  # published shards, a training run
-            raise Refused(f"{found} was not prepared here; choose another --out")
-        found.unlink()
-    return False
-
-
 def main(argv=None):
     args = parse_args(argv)
-    name, folder = " ".join(args.source), None
-    tokenizer = args.tokenizer or ("gpt2" if name in HUB else "bpe:2048")
-    if (Path(tokenizer) / "meta.json").exists():
-        folder = Path(tokenizer)
-        tokenizer = data.tokenizer_id(common.read_json(folder / "meta.json"))
-    else:
-        check_tokenizer(tokenizer)
-    sources = find_sources(args)
+    tokenizer, tokenizer_folder = check_tokenizer(args.tokenizer)
+    sources, name = find_sources(args), " ".join(args.source)
+    files, meta_json = sources[0][0], args.out / "meta.json"
+    if not tokenizer:
+        is_small = sum(path.stat().st_size for path in files) < 1_000_000
+        tokenizer = "gpt2" if name in HUB else "byte" if is_small else "bpe:2048"
     settings = vars(args) | {"tokenizer": tokenizer}
     del settings["out"]
     if name not in ("sotu", *HUB):
-        state = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in sources[0][0]]
+        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         settings["files"] = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
     with common.lock(common.make_folder(args.out)):
-        if is_complete(args.out, settings):
+        if not meta_json.exists():
+            prepare(args, sources, tokenizer, tokenizer_folder, {"settings": settings})
+        elif common.read_json(meta_json).get("settings") == settings:
             print(f"{args.out} is complete already, nothing to do")
         else:
-            prepare(args, sources, tokenizer, folder, {"settings": settings})
+            what = "was prepared with other settings or from other files"
+            raise Refused(f"{args.out} {what}; choose another --out, or delete it")
 
 
 def check_tokenizer(name):
-    """Refuse what is the name of none."""
-    match = re.fullmatch(r"gpt2|byte|bpe:([1-9]\d{2,4})", name)
-    if not match or not 258 <= int(match[1] or 258) <= 65536:
-        known = "gpt2, byte, bpe:N with N from 258 to 65536, or a data folder"
-        raise Refused(f"unknown tokenizer {name!r}; known: {known}")
+    """The tokenizer, if one is named, and, if that is in a data folder, the folder."""
+    match = re.fullmatch(r"(?:gpt2|byte)?|bpe:([1-9]\d{2,4})", name)
+    if match and 258 <= int(match[1] or 258) <= 65536:
+        return name, None
+    if (Path(name) / "meta.json").exists():
+        return data.tokenizer_id(common.read_json(Path(name) / "meta.json")), Path(name)
+    known = "gpt2, byte, bpe:N with N from 258 to 65536, or a data folder"
+    raise Refused(f"unknown tokenizer {name!r}; known: {known}")
 
 
 def prepare(args, sources, tokenizer, tokenizer_folder, meta):
@@ -411,8 +368,12 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         for files, val_frac in sources:
             yield from split_documents(files, val_frac, args.unwrap)
 
-    common.write_json(args.out / "progress.json", meta)  # says whose the shards are
-    ranks = args.out / "tokenizer.tiktoken"
+    progress, ranks = args.out / "progress.json", args.out / "tokenizer.tiktoken"
+    for found in (*args.out.glob("*.bin"), *args.out.glob("config.json")):
+        if not progress.exists():  # published shards, a training run
+            raise Refused(f"{found} was not prepared here; choose another --out")
+        found.unlink()
+    common.write_json(progress, meta)  # says whose the shards are
     if tokenizer_folder and tokenizer.startswith("bpe:"):
         content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
@@ -426,12 +387,11 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     meta["shards"], total = write_shards(args, documents(), encoding)
     if not meta["shards"]:
         raise Refused(f"there is no text in {' '.join(args.source)}")
-    common.write_json(args.out / "progress.json", meta)
-    (args.out / "progress.json").rename(args.out / "meta.json")  # which says that all is done
-    n_train, n_val = total.values()
-    tokens = f"{n_train:,} training and {n_val:,} validation tokens"
+    common.write_json(progress, meta)
+    progress.rename(args.out / "meta.json")  # which says that all is done
+    tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
-    if n_train and n_val and (share := share_leaked(args.out)) > 0.01:
+    if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
         where = "of the validation text, in pieces of 64 tokens, is training text, too"
         print(f"note: {share:.1%} {where}: the loss on it will be too low")
 

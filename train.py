@@ -16,17 +16,16 @@ weights. A kill or a crash costs the steps since the last checkpoint.
 import math
 import shlex
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import common
 from checkpoint import open_run
-from common import Refused, positive_int
+from common import Bar, Refused, positive_int
 from data import Batches, TokenData, window_loss
 from recipe import RECIPES, add_flags
 
@@ -146,7 +145,7 @@ def train(run, device, stop_at=None):
     look = dict(desc=recipe.pos, unit="tok", unit_scale=True, disable=common.rank() > 0)
     last_time, last_step, last_save = time.monotonic(), step, time.monotonic()
     batch, stop, shown = batches.batch(step, device), False, ""
-    with tqdm(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **look) as bar:
+    with Bar(total=n_steps * tokens_per_step, initial=step * tokens_per_step, **look) as bar:
         while step < min(stop_at or n_steps, n_steps) and not stop:
             # set the learning rates of this step
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -168,8 +167,7 @@ def train(run, device, stop_at=None):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            with suppress(OSError):  # a bar whose terminal is gone ends no run
-                bar.update(tokens_per_step)
+            bar.update(tokens_per_step)
 
             # log, now and then with the validation loss
             validate = step % recipe.eval_every == 0 or step == n_steps

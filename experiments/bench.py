@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from shared import ROOT
 from torch.nn.attention import SDPBackend
-from tqdm import tqdm, trange
 
 import common
+from common import Bar
 from evaluation import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT
@@ -142,7 +142,7 @@ def measure_alone(args, whats, device):
     spawn, measured = multiprocessing.get_context("spawn"), {pos: {} for pos in args.pos}
     n = None if device.type == "cuda" else 1  # elsewhere a process cannot reset its peak
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=n) as other:
-        for pos, what in tqdm([(pos, what) for pos in args.pos for what in whats], "memory"):
+        for pos, what in Bar([(pos, what) for pos in args.pos for what in whats], "memory"):
             measured[pos] |= other.submit(alone, args, pos, what, device).result()
     return measured
 
@@ -155,7 +155,7 @@ def measure_speed(args, whats, device):
         for work in works.values():
             work.rate()  # the first time compiles and fills caches
         n = args.rounds if what in ("train", "compiled") else args.eval_rounds
-        rounds[what] = [{p: work.rate() for p, work in works.items()} for _ in trange(n, desc=what)]
+        rounds[what] = [{p: work.rate() for p, work in works.items()} for _ in Bar(range(n), what)]
     return rounds
 
 

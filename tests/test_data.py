@@ -294,9 +294,12 @@ def test_gpt2_tokens_are_gpt2s():
 
 
 def test_the_default_tokenizer_depends_on_the_text(tmp_path, monkeypatch):
-    """bpe:2048 for a local one, gpt2 for the hub's."""
-    (tmp_path / "short.txt").write_text("some words " * 2000)  # too monotonous for 2048 tokens
-    argv = ["--source", tmp_path / "short.txt", "--out", tmp_path / "short"]
+    """byte for a short one, bpe:2048 for a long one, gpt2 for the hub's."""
+    (tmp_path / "short.txt").write_text("some words " * 2000)
+    out = prepare(tmp_path / "short", "--source", tmp_path / "short.txt")
+    assert TokenData(out, "train").tokenizer_id == "byte"
+    (tmp_path / "long.txt").write_text("some words " * 100_000)  # too monotonous for 2048 tokens
+    argv = ["--source", tmp_path / "long.txt", "--out", tmp_path / "long"]
     refuses(prepare_data.main, argv, "2048")
 
     def no_network(name):

@@ -202,8 +202,8 @@ def test_a_dead_reader_of_the_bar_does_not_cost_the_checkpoint(
     """Ctrl-C in `train.py 2>&1 | tee log` ends tee, too."""
     read_end, write_end = os.pipe()
     monkeypatch.setattr(sys, "stderr", open(write_end, "w"))  # noqa: SIM115
-    bar = partial(train.tqdm, mininterval=0)
-    monkeypatch.setattr(train, "tqdm", lambda **kwargs: (bar(**kwargs), os.close(read_end))[0])
+    bar = partial(train.Bar, mininterval=0)
+    monkeypatch.setattr(train, "Bar", lambda **kwargs: (bar(**kwargs), os.close(read_end))[0])
     with suppress(OSError):
         run_training(data_folder, tmp_path)
     assert same(weights(tmp_path), weights(checkpoint))
