@@ -145,28 +145,28 @@ def json_records(content, f):
             yield from value if isinstance(value, list) else [value]
 
 
-# A line that begins (in stars or not, a title may go on below it) or ends a book. "End" in the
-# languages of most books; without stars it must go on as such a line does, or it may be a sentence.
+# A line that begins or ends a book, in some languages. In stars a title may go on below it; without
+# stars it names an e-book, or it may be a sentence. The Small Print is before a book, or after it.
 GUTENBERG_MARK = re.compile(
-    r"(?im)^[^\S\n]*(\*\*+ ?)?(?:the |this is the )?"
-    r"(?:start|beginn?ing|(?P<end>end|ende|einde|fin|fine|fim|slut|loppu))\b"
-    r"[^*\n]{0,40}\bPro\w+ Gutenberg(?(1)|(?:['\u2019]s|[ -]e-?(?:book|text)|\W*$))"
-    r"(?:[^*\n]*(?:\n[^*\n]+){0,2}\*\*)?.*"
-    r"|^[^\S\n]*\*+ ?END[ *]*(?:OF )?THE SMALL PRINT.*"
+    r"(?im)^[^\S\n]*(?:(\*\*+ ?|\*)|(?-i:(?=[A-Z]))(?=.*(?:e-?book|e-?text|berg(?:.s\b|in|\W*$))))"
+    r"(?:the |this is the )?(?:start|beginn?ing|(?P<end>ende?|einde|fine?|fim|slut))\b"
+    r"[^*\n]{0,40}\b(?:Pro\w+ Gutenberg|Etextes)(?(1)(?:[^*\n]*(?:\n[^*\n]+){0,2}\*\*)?).*"
+    r"|^[^\S\n]*\*+ ?(?:START[* ]+THE SMALL PRINT[\s\S]*?\*)?END[ *]*(?:OF )?THE SMALL PRINT.*"
 )
 
 
 def strip_gutenberg(text):
     """Project Gutenberg's books without the site's headers and footers; other text as it is."""
-    books, start = [], 0
-    for mark in GUTENBERG_MARK.finditer(text):
-        if not mark["end"]:
-            start = mark.end()  # of several headers the last
-        elif start is not None:
-            books.append(text[start : mark.start()])
-            start = None  # what follows is no book's, up to the next header
-    books.append(text[start:] if start is not None else "")
-    return text if start == 0 else "\n\n".join(filter(None, map(str.strip, books)))
+    marks = [*GUTENBERG_MARK.finditer(text)]
+    if not marks:
+        return text
+    at, is_book, books = 0, True, []
+    for mark in marks:
+        if mark["end"] and is_book:
+            books.append(text[at : mark.start()].strip())
+        at, is_book = mark.end(), not mark["end"]
+    books.append(text[at:].strip() if is_book else "")
+    return "\n\n".join(filter(None, books)) or text[: marks[0].start()].strip()
 
 
 def clean(text, path, join_lines):
