@@ -83,7 +83,7 @@ class TokenData:
             if f"{split}_000000.bin" in names:  # ours, not published ones
                 raise Refused(f"{folder} has no meta.json, which prepare_data.py writes at its end")
         if not names:
-            raise Refused(f"{folder} has no {split} tokens; prepare_data.py, --val_frac make them")
+            raise Refused(f"{folder} has no {split} text; prepare_data.py makes it (--val_frac)")
         self.tokenizer_id = tokenizer_id(self.meta)
         if self.tokenizer_id.startswith("bpe:"):
             self.tokenizer()  # now: what is trained without its tokenizer cannot be read later

@@ -195,8 +195,8 @@ def load_for_evaluation(args, **asked):
     log = state.get("log", [])
     trained = {"trained_on": about.get("data_sha256"), "step": state.get("step")}
     trained["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
-    if state["step"] < (n_steps := config.n_steps):
-        print(f"note: {args.run} is at step {state['step']:,} of {n_steps:,}: --resume finishes it")
+    if (step := state.get("step", config.n_steps)) < config.n_steps:
+        print(f"note: {args.run} is at step {step:,} of {config.n_steps:,}: --resume finishes it")
     halfway = log[len(log) // 2] if log else {}
     names = ("tokens_per_s", "mfu", "peak_gb")
     trained["speed"] = {name: halfway[name] for name in names if name in halfway}

@@ -44,7 +44,7 @@ PAPER = dict(  # AdamW, from 2048 to 4096 tokens
 
 def check_lines(path):
     """Refuse a .jsonl file that has a line without a chat or a text, or with an end of text."""
-    with open(path, encoding="utf-8") as f:
+    with open(path, encoding="utf-8-sig") as f:
         for n, line in enumerate(f, 1):
             if not line.strip():
                 continue
@@ -96,7 +96,7 @@ def main(argv=None):
 
     def read(*args, **kwargs):  # the end of text that TRL puts after each is to be one token
         tokenizer = from_pretrained(*args, **kwargs)
-        tokenizer.split_special_tokens = False  # hf.export's would split it
+        tokenizer.split_special_tokens = False  # hf.export's would split it, and marks of a chat
         return tokenizer
 
     try:
