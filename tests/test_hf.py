@@ -405,14 +405,8 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
     hf.export.to_fast_tokenizer(ours).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [path.read_text() for path in sorted(write_text(tmp_path / "text", 3).iterdir())]
-    texts += [
-        "a<|endoftext|>b",
-        "<|endoftext|>",
-        "",
-        " ",
-        "\n\n  two\tlines \n",
-        "don't 12345 naïve 你好 🙂",
-    ]
+    texts += ["a<|endoftext|>b", "<|endoftext|>", "\n<|endoftext|><|endoftext|>\n", "<|endoftext|"]
+    texts += ["", " ", "\n\n  two\tlines \n", "don't 12345 naïve 你好 🙂"]
     for text in texts:
         ids = theirs(text)["input_ids"]
         assert ids == ours.encode_ordinary(text)
@@ -482,7 +476,7 @@ def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     words = ["--output_dir", tmp_path / "out", "--model_name_or_path"]
     refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
-    bad.write_text('\n{"text": "one"}\n \t\n{"text": "two"}\n\n')
+    bad.write_text('\ufeff\n{"text": "one"}\n \t\n{"text": "two"}\n\n', encoding="utf-8")
     hf.finetune.check_lines(bad)  # blank lines are skipped
     lines = '{"question": "who?"}\n', '{"text": "one"}\n{"text": \n', '["text"]\n', "\0\1"
     for text in (*lines, '{"text": "a<|endoftext|>b"}\n'):

@@ -59,6 +59,12 @@ def test_characters_of_several_bytes_come_whole_and_the_end_of_text_ends_it(tmp_
     assert capsys.readouterr().out == "aé€\n"
 
 
+def test_a_prompt_that_takes_long_is_named(tmp_path, capsys):
+    run = byte_model(tmp_path, [*b"ab", 256])
+    sample.main([str(run), "--prompt", "a" * 200, "--max_new_tokens", "1"])
+    assert "200 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flag, value",
     [("--prompt", ""), ("--temperature", "-1"), ("--max_new_tokens", "0"), ("--top_k", "x")],

@@ -196,17 +196,32 @@ def test_a_signal_from_outside_finishes_the_step_and_saves(data_folder, tmp_path
     assert step >= 3 and f"step {step:,} of" in output and "--resume" in output
 
 
-def test_a_dead_reader_of_the_bar_does_not_cost_the_checkpoint(
-    data_folder, checkpoint, tmp_path, monkeypatch
-):
-    """Ctrl-C in `train.py 2>&1 | tee log` ends tee, too."""
+@pytest.mark.parametrize("file", ["pipe", "/dev/full", None])
+def test_no_bar_ends_a_run(data_folder, checkpoint, tmp_path, monkeypatch, file):
+    """Ctrl-C in `train.py 2>&1 | tee log` ends tee, too. A disk is full, or stderr closed."""
     read_end, write_end = os.pipe()
-    monkeypatch.setattr(sys, "stderr", open(write_end, "w"))  # noqa: SIM115
-    bar = partial(train.Bar, mininterval=0)
-    monkeypatch.setattr(train, "Bar", lambda **kwargs: (bar(**kwargs), os.close(read_end))[0])
-    with suppress(OSError):
-        run_training(data_folder, tmp_path)
+    os.close(read_end)
+    stderr = file and open(write_end if file == "pipe" else file, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(train, "Bar", partial(train.Bar, mininterval=0))
+    one_sentence_errors(train.main)(list(map(str, train_argv(data_folder, tmp_path))))
     assert same(weights(tmp_path), weights(checkpoint))
+    with suppress(OSError):  # Python closes it, and writes what is left
+        sys.stderr.close()
+
+
+def test_a_hint_works_where_it_is_printed_and_half_a_run_is_named(
+    data_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    run_training(data_folder, "my run", "--stop_at=10")
+    hint = capsys.readouterr().out.splitlines()[-1].partition("now: ")[2]
+    assert subprocess.run(["bash", "-c", hint.replace("python", sys.executable, 1)]).returncode == 0
+    assert weights(tmp_path / "my run")["step"] == 20
+    run_training(data_folder, "half", "--stop_at=10")
+    for run in ("my run", "half"):
+        eval_perplexity.main([run, "--lengths=1x", "--max_tokens=100"])
+        assert ("step 10 of 20" in capsys.readouterr().out.split("is saved")[-1]) == (run == "half")
 
 
 def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
@@ -326,7 +341,7 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
         (["--head_dim", "15"], ["head_dim"]),
         (["--rope_scaling", "factor=2"], ["--init_from"]),  # a trained model's alone
         # what does not fit together
-        (["--train_len", "600"], ["--train_len", "--eval_tokens"]),
+        (["--train_len", "600"], ["--train_len", "--eval_tokens", "--val_frac"]),
         (["--warmup_steps", "20"], ["--warmup_steps"]),
         (["--batch_size", "6", "--grad_accum", "4"], ["--batch_size", "--grad_accum"]),
         (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ["does not fit 32"]),
