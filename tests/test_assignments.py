@@ -290,7 +290,7 @@ MISTAKES = {
     "distance the other way": (2, "(t[:, None] - t[None, :])", "(t[None, :] - t[:, None])", 9),
     "scaled twice": (2, "is_causal=True, scale=1.0)", "is_causal=True)", 3),
     "sees later keys": (2, "is_causal=True, scale=1.0)", "scale=1.0)", 3),
-    "one column": (2, "(j // 256 * 256, j % 256)", "(j, 0 * j)", 9),
+    "one column": (2, "(j // 256 % 256 * 256, j % 256, j // 65536)", "(j, 0 * j, 0 * j)", 9),
     "a mask": (2, """\
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)""", """\
         T = q.size(-2)
