@@ -1,14 +1,14 @@
 """
 Do the frequencies under the floor hold larger queries and keys? (appendix A.1 and its figure)
 
-    python experiments/qk_activation.py runs_out/tiny/text/rope_s0                  10 seconds
+    python experiments/qk_activation.py runs_out/tiny/text/{rope,fope}_s{1,2,3}      a minute
     python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096
                                                    any Llama of the transformers library
 
 Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over
 tokens and heads: one number per layer and dimension. Dimension i turns with i + head_dim/2; the
 pairs whose frequency is under 2 pi / train_len are marked. Look at: whether the marked dimensions
-are brighter, and by what factor.
+are brighter, and by what factor. The figure has the first model of each embedding, on one scale.
 """
 
 import math
@@ -80,36 +80,50 @@ def under_the_floor(head_dim, theta, train_len):
     return (rope_freqs(head_dim, theta) < 2 * math.pi / train_len).repeat(2)
 
 
+def measure(checkpoint, n_tokens, train_len):
+    (q, k), its_len, theta, pos = read(checkpoint, n_tokens)
+    train_len = train_len or its_len
+    slow = under_the_floor(q.size(1), theta, train_len)
+    found = {"checkpoint": checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
+    for name, x in (("q", q), ("k", k)):
+        found[f"ratio_{name}"] = (x[:, slow].mean() / x[:, ~slow].mean()).item()
+        found[name] = x.tolist()
+    return found | {"under_the_floor": slow.tolist()}
+
+
+def draw(models):
+    """A column for each model: |q| above, |k| below; a row is a layer."""
+    shape = dict(figsize=(5.2 * len(models), 4.2), sharex=True, squeeze=False)
+    fig, axes = plt.subplots(2, len(models), layout="constrained", **shape)
+    look = dict(vmin=0, vmax=max(max(map(max, m[name])) for m in models for name in "qk"))
+    for column, m in zip(axes.T, models, strict=True):
+        slow, half = sum(m["under_the_floor"]) // 2, len(m["under_the_floor"]) // 2
+        for ax, name in zip(column, "qk", strict=True):
+            image = ax.imshow(m[name], aspect="auto", cmap="cividis", **look)
+            for end in (half, 2 * half):  # in each half the slow dimensions come last
+                ax.axvspan(end - slow - 0.5, end - 0.5, fill=False, edgecolor=RED, lw=2)
+            ax.set(ylabel=f"layer, {name}", yticks=range(len(m[name])))
+            ratio = f"under the floor {m[f'ratio_{name}']:.2f} times the others"
+            ax.set_title(f"{NAMES.get(m['pos'], m['pos'])}, {name}: {ratio}", fontsize=10)
+        column[1].set_xlabel("dimension of a head; boxes: under the floor")
+    fig.colorbar(image, ax=axes, label="mean |q|, mean |k|")
+    return fig
+
+
 def main(argv=None):
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("checkpoint", help="a run of train.py, or what transformers' from_pretrained takes")
+    add(
+        "checkpoints",
+        nargs="+",
+        help="runs of train.py, or what transformers' from_pretrained takes",
+    )
     add("--tokens", type=positive_int, default=1000)
     add("--train_len", type=positive_int, help="if not what the model's config says")
     args = parser.parse_args(argv)
-    (q, k), train_len, theta, pos = read(args.checkpoint, args.tokens)
-    train_len = args.train_len or train_len
-    head_dim = q.size(1)
-    slow = under_the_floor(head_dim, theta, train_len)
-    ratios = [(x[:, slow].mean() / x[:, ~slow].mean()).item() for x in (q, k)]
-    fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
-    look = dict(vmin=0, vmax=max(q.max(), k.max()), cmap="cividis", interpolation="nearest")
-    for ax, x, name in zip(axes, (q, k), "qk", strict=True):
-        image = ax.imshow(x.numpy(), aspect="auto", **look)
-        for start in (0, head_dim // 2):  # in each half the slow dimensions come last
-            first, end = start + int((~slow).sum()) // 2, start + head_dim // 2
-            ax.axvspan(first - 0.5, end - 0.5, fill=False, edgecolor=RED, lw=2)
-        ax.set_ylabel(f"layer, {name}")
-        ax.set_yticks(range(len(x)))
-    fig.colorbar(image, ax=axes, label="mean |q|, mean |k|")
-    axes[1].set_xlabel("dimension of a head; boxes: under the floor")
-    title = f"{NAMES.get(pos, pos)}: dimensions under the floor have {ratios[0]:.2f} (q) and "
-    title += f"{ratios[1]:.2f} (k) times\nthe mean activation of the others"
-    axes[0].set_title(title, fontsize=10)
-    numbers = {"checkpoint": args.checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
-    numbers |= {"tokens": args.tokens, "under_the_floor": slow.tolist()}
-    numbers |= {"ratio_q": ratios[0], "ratio_k": ratios[1], "q": q.tolist(), "k": k.tolist()}
-    save(numbers, args.out, f"qk_activation_{pos}", fig)
+    models = [measure(name, args.tokens, args.train_len) for name in args.checkpoints]
+    first = list({m["pos"]: m for m in reversed(models)}.values())[::-1]
+    save({"tokens": args.tokens, "models": models}, args.out, "qk_activation", draw(first))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,9 @@ Spectrum damage: what linear layers, activation functions and a finite text do t
 2. Two tones go through ReLU, GELU and SiLU: what comes out has the frequencies j w1 + k w2 and no
    other (Lemma 3.1). The lemma as printed sums over j, k >= 0, which leaves out the differences,
    such as w2 - w1. Look at: how much of the new energy lies there (printed_share in the json).
-3. A tone is cut off at the training length N. The last version's Eq. 10 (Eq. 6 in the first) splits
-   it into the floor(N/N_m) whole cycles of length N_m, an impulse at w_m, and a rest, whose
-   spectrum is spread out. But N samples of any tone have no impulse, they have the same smeared
-   line; under the floor those of w and -w, and the mean, can no longer be told apart. Look at: the
-   rest's share of the N tokens for every RoPE frequency, and how much of a real tone's measured
-   energy is not at its own frequency.
+3. A tone is cut off at the training length N. Its spectrum is no line then, but smeared, and under
+   the floor the lines of w and -w, and the mean, can no longer be told apart. Look at: how much of
+   a real tone's energy is not at its own frequency (the figure; it answers the paper's Eq. 10).
 """
 
 import math
@@ -22,13 +19,13 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shared import BLACK, BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
+from shared import BLACK, BLUE, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 from fope import rope_freqs
 
-ACTIVATIONS = {"ReLU": (F.relu, RED), "GELU": (F.gelu, BLUE), "SiLU": (F.silu, GREEN)}
-TONES, SAMPLES = (1489, 2203), 2**15  # the bins of panel 2's two tones
+ACTIVATIONS = {"ReLU": F.relu, "GELU": F.gelu, "SiLU": F.silu}
+TONES, SAMPLES = (1489, 2203), 2**15  # the bins of the two tones of 2
 
 
 def amplitude(x):
@@ -74,12 +71,6 @@ def activation(g, order=12):
     }
 
 
-def rest_of_eq_10(freqs, N):
-    """The share of N tokens in no whole cycle, (N - alpha N_m) / N with alpha = floor(N / N_m)."""
-    period = 2 * np.pi / np.asarray(freqs, dtype=np.float64)
-    return (N - np.floor(N / period) * period) / N
-
-
 def misplaced_energy(freqs, N, oversampling=64):
     """
     The share of the energy of cos(w n), n < N, mean removed, that its spectrum has farther than one
@@ -97,83 +88,35 @@ def misplaced_energy(freqs, N, oversampling=64):
     return np.array(shares)
 
 
-# -----------------------------------------------------------------------------
-# the four panels; each returns its numbers
-
-
-def panel_linear(ax):
-    bins, before, after, _ = linear_layer()
-    own = np.diag(after[:, bins]) ** 2 / (after[:, bins] ** 2).sum(axis=1)
-    stem = dict(basefmt=" ")
-    ax.stem(bins, before[2, bins], linefmt=GREY, markerfmt="s", label="before: one tone", **stem)
-    ax.stem(bins + 3, after[2, bins], linefmt=BLUE, markerfmt="o", label="after: all tones", **stem)
-    title = f"A linear layer leaves {100 * own.mean():.0f} % of a dimension's\n"
-    title += "energy at its own frequency (mean of 8 dimensions)"
-    tidy(ax, "frequency (bins of 1024)", "amplitude in one dimension", title)
-    return {"bins": bins.tolist(), "own_share_by_dimension": own.round(5).tolist(), "seed": 0}
-
-
-def panel_activations(ax):
-    lemma = {"bins": TONES, "samples": SAMPLES, "order": 12}
-    shown = np.array(combinations(order=5))
-    for (name, (g, colour)), shift in zip(ACTIVATIONS.items(), (0, 90, 180), strict=True):
-        result = activation(g)
-        heights = np.maximum(result.pop("amplitude")[shown], 1e-4)
-        ax.vlines(shown + shift, 1e-4, heights, color=colour, lw=1.5, label=name)
-        lemma[name] = result
-    for b, name in zip(TONES, ("w1", "w2"), strict=True):
-        ax.annotate(name, (b, 0.75), ha="center", fontsize=9)
-    ax.set(yscale="log", ylim=(1e-4, 1.2))
-    relu, gelu, silu = (100 * lemma[name]["new_share"] for name in ACTIVATIONS)
-    title = f"ReLU moves {relu:.0f} % of two tones' energy to new frequencies,\n"
-    title += f"GELU {gelu:.0f} %, SiLU {silu:.0f} %"
-    tidy(ax, "frequency (bins of 32768; GELU, SiLU drawn 90, 180 right)", "amplitude", title)
-    return lemma
-
-
-def panel_truncation(ax, N, floor):
-    freqs = rope_freqs(64).double().numpy()
-    rest, misplaced = rest_of_eq_10(freqs, N), misplaced_energy(freqs, N)
-    outside, away = "tokens outside whole cycles", "energy away from its own frequency"
-    ax.plot(freqs, 100 * rest, "o-", color=BROWN, ms=4, label=f"Eq. 10: {outside}")
-    ax.plot(freqs, 100 * misplaced, "s-", color=BLUE, ms=4, label=f"measured: {away}")
-    ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
-    ax.annotate(" floor 2 pi / N", (floor, 80), fontsize=9)
-    ax.set(xscale="log", ylim=(-5, 140))
+def draw(freqs, misplaced, N):
+    fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    floor = 2 * math.pi / N
     above, under = (100 * misplaced[which].mean() for which in (freqs >= floor, freqs < floor))
-    title = f"Cut off at N = {N}: tones above the floor misplace {above:.0f} % of their\n"
-    title += f"energy, those under it {under:.0f} %"
-    legend = dict(frameon=True, framealpha=1, edgecolor="none", loc="upper right")
-    tidy(ax, "RoPE frequency (radians per token)", "share (%)", title, **legend)
-    shares = {"rest_of_eq_10": rest, "misplaced_energy": misplaced}
-    return {"freqs": freqs.tolist()} | {k: v.round(6).tolist() for k, v in shares.items()}
-
-
-def panel_examples(ax, N, floor):
-    grid = np.arange(0, 8 * floor, floor / 64)
-    for cycles, colour in ((5.5, GREEN), (1, BLUE), (0.3, RED)):
-        x = np.cos(cycles * floor * np.arange(N))
-        spectrum = np.abs(np.exp(-1j * np.outer(grid, np.arange(N))) @ (x - x.mean())) / N
-        label = f"{cycles} {'cycle' if cycles == 1 else 'cycles'} in N"
-        ax.plot(grid / floor, spectrum, color=colour, label=label)
-        ax.axvline(cycles, color=colour, lw=0.8, ls=":")
-    title = "A tone with less than one cycle in the text\nlooks like a tone of another frequency"
-    legend = dict(loc="upper center", bbox_to_anchor=(0.43, 1))
-    xlabel = "frequency (cycles in N); dotted: where the tone is"
-    tidy(ax, xlabel, "|X| / N, mean removed", title, **legend)
+    ax.plot(freqs, 100 * misplaced, "s-", color=BLUE, ms=4, label="RoPE's 32 frequencies")
+    ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
+    ax.annotate(" floor 2 pi / N", (floor, 50), fontsize=9)
+    ax.set_xscale("log")
+    title = f"Cut off at N = {N}: tones above the floor misplace {above:.0f} % of their energy,\n"
+    title += f"those under it {under:.0f} %"
+    tidy(ax, "frequency (radians per token)", "energy elsewhere (%)", title)
+    return fig
 
 
 def main(argv=None):
     args = Parser(__doc__).parse_args(argv)
-    cut = {"N": 512, "floor": 2 * math.pi / 512}
-    fig, axes = plt.subplots(2, 2, figsize=(10, 7.4), layout="constrained")
+    bins, _, after, _ = linear_layer()
+    own = np.diag(after[:, bins]) ** 2 / (after[:, bins] ** 2).sum(axis=1)
+    lemma = {"bins": TONES, "samples": SAMPLES, "order": 12}
+    for name, g in ACTIVATIONS.items():
+        lemma[name] = {key: value for key, value in activation(g).items() if key != "amplitude"}
+    freqs, N = rope_freqs(64).double().numpy(), 512
+    misplaced = misplaced_energy(freqs, N)
     numbers = {
-        "linear": panel_linear(axes[0, 0]),
-        "lemma_3_1": panel_activations(axes[0, 1]),
-        "truncation": {**cut, **panel_truncation(axes[1, 0], **cut)},
+        "linear": {"bins": bins.tolist(), "own_share_by_dimension": own.round(5).tolist()},
+        "lemma_3_1": lemma,
+        "truncation": {"N": N, "freqs": freqs.tolist(), "misplaced": misplaced.round(6).tolist()},
     }
-    panel_examples(axes[1, 1], **cut)
-    save(numbers, args.out, "spectrum_leakage", fig)
+    save(numbers, args.out, "spectrum_leakage", draw(freqs, misplaced, N))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 import torch.nn.functional as F
-from shared import BLACK, BLUE, RED, Parser, plt, save
+from shared import BLACK, BLUE, RED, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 
@@ -105,19 +105,13 @@ def main(argv=None):
     power, truth, rng = draw(shown_seed)
     curves = {"ground truth": (truth, BLACK), "RoPE": (rope_scores(power), BLUE)}
     curves["FoPE, sigma 0.3, one draw"] = (fope_scores(power, 0.3, rng), RED)
-    fig, axes = plt.subplots(3, 1, figsize=(7.2, 7.4), sharex=True, layout="constrained")
+    fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for name, (curve, colour) in curves.items():
-        for ax, line in zip(axes, (*curve, curve.sum(axis=0)), strict=True):
-            ax.plot(line, color=colour, label=name, lw=1.8 if colour == BLACK else 1.2)
-    for ax, part in zip(axes, ("dimension 1", "dimension 2", "sum"), strict=True):
-        ax.set_ylabel(f"score, {part}")
-        ax.grid(alpha=0.25)
+        ax.plot(curve.sum(axis=0), color=colour, label=name, lw=1.8 if colour == BLACK else 1.2)
     won = numbers["errors"]["FoPE, sigma 0.3"]["closer_than_rope"]
     title = "An MLP mixes two tones. A random series per dimension (sigma 0.3)"
     title += f"\nis closer to the result than RoPE in {100 * won:.1f} % of {SEEDS} draws"
-    axes[0].set_title(title, fontsize=10)
-    axes[0].legend(frameon=False, fontsize=9, ncols=3)
-    axes[-1].set_xlabel("distance (tokens)")
+    tidy(ax, "distance (tokens)", "score, sum of two dimensions", title)
     save(numbers, args.out, "toy_fourier", fig)
 
 

@@ -13,7 +13,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, refuses
+from conftest import ROOT, refuses, run_training
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
@@ -23,6 +23,7 @@ import qk_activation
 import relative
 import spectrum_leakage
 import toy_fourier
+import wrap
 
 from checkpoint import save_checkpoint
 from fope import FoPE, NoPE, RoPE, rope_freqs
@@ -62,22 +63,11 @@ def test_lemma_3_1_on_the_square_where_everything_is_known():
     assert result["printed_share"] == pytest.approx(1 - energy[b2 - b1] / sum(energy.values()))
 
 
-@pytest.mark.parametrize("g", [f for f, _ in spectrum_leakage.ACTIVATIONS.values()])
+@pytest.mark.parametrize("g", spectrum_leakage.ACTIVATIONS.values())
 def test_activations_make_the_lemmas_frequencies_and_no_others(g):
     result = spectrum_leakage.activation(g)
     assert result["predicted_share"] > 0.999
     assert 0.1 < result["new_share"] < 0.5 and result["printed_share"] < 0.7
-
-
-def test_rest_of_eq_10_is_what_whole_cycles_leave():
-    N, freqs = 512, rope_freqs(64)
-    shares = spectrum_leakage.rest_of_eq_10(freqs, N)
-    for w, share in zip(freqs.tolist(), shares, strict=True):
-        period, left = 2 * math.pi / w, float(N)
-        while left >= period:
-            left -= period
-        assert share == pytest.approx(left / N, abs=1e-4)
-        assert (share == 1.0) == (w < 2 * math.pi / N)
 
 
 def test_misplaced_energy_of_a_tone_is_that_of_the_dirichlet_kernel():
@@ -167,7 +157,7 @@ def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
             block.attn.qkv.weight[:64][slow.repeat(2)] *= 2
     save_checkpoint(tmp_path / "run", model)
     qk_activation.main([str(tmp_path / "run"), "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "qk_activation_rope.json").read_text())
+    (result,) = json.loads((tmp_path / "qk_activation.json").read_text())["models"]
     assert result["ratio_q"] == pytest.approx(2, rel=0.15)
     assert result["ratio_k"] == pytest.approx(1, rel=0.15)
     assert len(result["q"]) == 2 and len(result["q"][0]) == 32
@@ -195,6 +185,40 @@ def test_attention_rows_of_a_model_that_only_knows_distance():
         found.append((weights[:, :128].sum(1) / weights.sum(1)).mean().item())
     assert rows[1] == pytest.approx([np.mean(found), 1 - np.mean(found)], abs=1e-4)
     assert 0.5 < rows[1][0] < 0.9999
+
+
+@pytest.mark.parametrize("how", ["wrapped", "held"])
+@pytest.mark.parametrize("put_back", [(), ("slow",), ("fast",), ("slow", "fast")])
+def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
+    """Each pair alone, as a complex number: q times conjugate k, turned by w times the distance."""
+    N, T = 16, 71
+    pos = RoPE(head_dim=8, n_head=1, train_len=N, theta=100.0)
+    q, k = torch.randn(2, 1, 1, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    scores = wrap.PutBack(pos, how, put_back).scores(q, k)[0, 0].double()
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = distance.clamp(max=N - 1) if how == "held" else N // 2 + (distance - N // 2) % (N // 2)
+    seen = torch.where(distance >= N, seen, distance)
+    expected = torch.zeros(T, T, dtype=torch.float64)
+    for m, w in enumerate(pos.freqs.tolist()):
+        a, b = (torch.complex(x[0, 0, :, m], x[0, 0, :, m + 4]) for x in (q, k))
+        pairs = "slow" if w < 2 * math.pi / N else "fast"
+        at = w * (seen if pairs in put_back else distance).double()
+        expected += (a[:, None] * b.conj() * torch.polar(torch.ones_like(at), at)).real
+    causal = distance >= 0
+    torch.testing.assert_close(scores[causal], expected[causal] / 8**0.5, atol=1e-5, rtol=1e-5)
+
+
+def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
+    run = run_training(data_folder, tmp_path / "rope_s1", "--pos=rope", "--tokens=256")
+    flags = ["--length", "256", "--windows", "2", "--out", tmp_path]
+    wrap.main([str(flag) for flag in (run, *flags)])
+    (rope,) = json.loads((tmp_path / "wrap.json").read_text())["runs"]
+    assert rope["name"] == "rope" and len(rope["removed"]) == 6
+    assert rope["damage"] == rope["loss"]["none"] - rope["loss"]["near"]
+    assert len(rope["by_position"]["slow, held"]) == len(rope["attention"]["near"]) == 2
+    assert (tmp_path / "wrap.png").exists()
+    nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
+    refuses(wrap.main, [nope, *flags], "nope_s1")
 
 
 @pytest.mark.slow

@@ -1,0 +1,163 @@
+r"""
+Why does a longer text break RoPE? Take the cause away, without training: the loss comes back.
+
+    python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
+    python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
+        --name others --conditions none near "both, wrapped"
+
+In training no key is train_len tokens back or more. Further back, a pair that completes cycles in
+training shows an angle that it has shown before; a slow pair, under FoPE's floor, shows a new one.
+So the same weights read the same text, but for some pairs a key that is d >= train_len back is
+turned as if it stood where training had keys:
+
+    wrapped    at the distance train_len/2 + (d - train_len/2) mod train_len/2
+    held       at the distance train_len - 1
+
+"none" changes nothing, "near" hides all such keys. The damage is none minus near. Look at: the
+share of it that goes when the slow pairs alone, the fast ones alone, or both are put back.
+
+Said beforehand: new angles of slow pairs are not the cause if putting them back removes no more of
+the damage than putting back the fast pairs, or if a model without slow pairs (theta 94, FoPE) gains
+as much as RoPE does.
+"""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from attention_row import STEP, attention_rows
+from shared import BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
+
+from checkpoint import load_checkpoint
+from common import Refused, one_sentence_errors, positive_int
+from data import TokenData, window_loss
+from evaluation import spread_windows
+from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
+
+PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
+CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
+CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
+
+
+class PutBack(PositionEmbedding):
+    """
+    A trained embedding that turns pairs, whose keys of train_len tokens back or more are read
+    otherwise: `how` is "none", "near", "wrapped" or "held", `put_back` names the pairs that are.
+    """
+
+    def __init__(self, pos, how, put_back):
+        super().__init__(head_dim=pos.head_dim, n_head=pos.n_head, train_len=pos.train_len)
+        self.pos, self.how, self.put_back = pos, how, put_back
+        slow = rope_freqs(pos.head_dim, pos.theta) < 2 * math.pi / pos.train_len
+        self.dims = {"slow": slow.repeat(2), "fast": ~slow.repeat(2)}
+
+    def turned(self, x, positions, dims):
+        """These dimensions of x (.., T, head_dim), each row turned by the angle of its position."""
+        cos, sin = (table[..., positions, :] for table in self.pos.tables(int(positions.max()) + 1))
+        return apply_rotation(x, cos, sin)[..., dims]
+
+    def scores(self, q, k):
+        N, half, T = self.train_len, self.train_len // 2, q.size(-2)
+        t = torch.arange(T)
+        distance = t[:, None] - t
+        scores = torch.zeros(T, T)
+        for pairs, dims in self.dims.items():
+            turned_q = self.turned(q, t, dims)
+            part = turned_q @ self.turned(k, t, dims).mT
+            if pairs in self.put_back and self.how == "held":
+                last, first = torch.full_like(t, N - 1), torch.zeros_like(t)
+                held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
+                part = torch.where(distance >= N, held, part)
+            elif pairs in self.put_back:
+                for far in range(N, T, half):  # keys that are so far back come far - half nearer
+                    i, j = slice(far, T), slice(0, T - far)
+                    nearer = turned_q[..., i, :] @ self.turned(k[..., j, :], t[i] - half, dims).mT
+                    at = distance[i, j] >= far
+                    part[..., i, j] = torch.where(at, nearer, part[..., i, j])
+            scores = scores + part
+        hidden = (distance >= N) & (self.how == "near")
+        return (scores / math.sqrt(self.head_dim)).masked_fill(hidden, -torch.inf)
+
+    def attend(self, q, k, v):
+        future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).triu(1)
+        return self.scores(q, k).masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+
+
+def measure(run, length, n_windows, conditions):
+    """
+    One run: its loss under each condition, the damage, the share of it that goes; in steps of STEP
+    positions the loss and the last layer's attention by distance (attention_row.py).
+    """
+    model, _, _ = load_checkpoint(run)
+    trained = [block.attn.pos for block in model.blocks]
+    if not isinstance(trained[0], RoPE):
+        raise Refused(f"{run} has no pairs that turn")
+    windows = spread_windows(TokenData(model.config.data, "val"), length, n_windows)
+    loss, found = {}, defaultdict(dict)
+    for condition in conditions:
+        how, put_back = CONDITIONS[condition]
+        for block, pos in zip(model.blocks, trained, strict=True):
+            block.attn.pos = PutBack(pos, how, put_back)
+        at = window_loss(model, windows, length).mean(axis=0)
+        loss[condition] = float(at.mean())
+        found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
+        rows = attention_rows(model, windows, length)
+        found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]
+        print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
+    damage = loss["none"] - loss["near"]
+    removed = {c: (loss["none"] - loss[c]) / damage for c in conditions if "," in c}
+    name, _, seed = Path(run).name.rpartition("_s")
+    return {
+        "name": name,
+        "seed": int(seed),
+        "loss": loss,
+        "damage": damage,
+        "removed": removed,
+    } | found
+
+
+def draw(rows, train_len):
+    """The loss along the text, the mean of these runs; the share of the damage that goes."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained")
+    looks = {"none": (BLUE, "as it is"), "fast, wrapped": (BROWN, "fast pairs put back")}
+    looks |= {"slow, wrapped": (RED, "slow pairs put back"), "near": (GREY, "far keys hidden")}
+    for condition, (color, label) in looks.items():
+        curve = np.mean([row["by_position"][condition] for row in rows], axis=0)
+        left.plot(STEP * np.arange(1, len(curve) + 1), curve, color=color, label=label)
+    left.axvline(train_len, color="black", lw=0.8, ls=":")
+    title = f"The same weights read the same text ({len(rows)} seeds)"
+    tidy(left, "position in the text; dotted: training length", "loss in nats per byte", title)
+    for how, color, shift in (("wrapped", RED, -0.12), ("held", GREEN, 0.12)):
+        shares = [[100 * row["removed"][f"{p}, {how}"] for p in PAIRS] for row in rows]
+        x = np.arange(3) + shift
+        right.bar(x, np.mean(shares, axis=0), 0.22, color=color, alpha=0.6, label=how)
+        right.plot(x, np.transpose(shares), "o", color=color, ms=3.5)
+    right.set_xticks(range(3), ["slow pairs", "fast pairs", "both"])
+    tidy(right, "what is put back (dots: each seed)", "% of the damage that goes", "")
+    return fig
+
+
+def main(argv=None):
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="folders NAME_sSEED of text models")
+    add("--length", type=positive_int, default=2048, help="tokens of a text")
+    add("--windows", type=positive_int, default=8, help="texts")
+    add("--name", default="", help="of the files, behind wrap_")
+    usual = list(CONDITIONS)
+    add("--conditions", nargs="+", choices=usual, default=usual, help="none and near among them")
+    args = parser.parse_args(argv)
+    how = args.length, args.windows, args.conditions
+    rows = [measure(run, *how) for run in args.runs]
+    train_len = load_checkpoint(args.runs[0])[0].config.train_len
+    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
+    first = [row for row in rows if row["name"] == rows[0]["name"]]
+    file = "_".join(filter(None, ("wrap", args.name)))
+    fig = draw(first, train_len) if args.conditions == usual else None
+    save(numbers | {"runs": rows}, args.out, file, fig)
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()
