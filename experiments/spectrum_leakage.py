@@ -94,7 +94,7 @@ def draw(freqs, misplaced, N):
     above, under = (100 * misplaced[which].mean() for which in (freqs >= floor, freqs < floor))
     ax.plot(freqs, 100 * misplaced, "s-", color=BLUE, ms=4, label="RoPE's 32 frequencies")
     ax.axvline(floor, color=BLACK, lw=0.8, ls=":")
-    ax.annotate(" floor 2 pi / N", (floor, 50), fontsize=9)
+    ax.annotate(" floor 2 pi / N", (floor, 22), fontsize=9)
     ax.set_xscale("log")
     title = f"Cut off at N = {N}: tones above the floor misplace {above:.0f} % of their energy,\n"
     title += f"those under it {under:.0f} %"
