@@ -58,7 +58,7 @@ def main(argv=None):
     numbers = {"random": of_random_logits(), "runs": {run: losses(run) for run in args.runs}}
     for n in ("1x", "8x") if args.runs else ():
         more = torch.tensor([row[n][1] - row[n][0] for row in numbers["runs"].values()])
-        print(f"{n}: {more.mean():+.4f} nats, std over the runs {more.std(correction=0):.4f}")
+        print(f"{n}: {more.mean():+.4f} nats, std over the runs {more.std():.4f}")
     print("random q and k:", numbers["random"])
     save(numbers, args.out, "pad")
 
