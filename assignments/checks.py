@@ -1,23 +1,18 @@
 """
-What is checked of each exercise, for how many points, and the likely mistake where it is wrong.
+What is checked of each sheet, for how many points, and the sentence where it is wrong.
 
-A check is (exercise, points, name, likely mistake, function of a Pair). Pair.student(name, *args)
-calls a function of the student's in another process, Pair.right is what the project's function
-gives for the same. The function of a check gives questions (name, *args), to each of which the
-student's answer must be the right one, or raises Wrong. Only a check that ends without an exception
-gives its points. Each function is asked alone, on inputs of the check's own: a mistake in one
-function costs nothing in another.
+A check is (sheet, points, name, sentence, function of a Pair). The function gives questions (name,
+*args), to each of which the student's answer must be the right one, or raises Wrong. Only a check
+that ends without an exception gives its points. Each function is asked alone, on inputs of its own:
+a mistake in one function costs nothing in another.
+
+MISTAKES are the usual ones of each function, computed. A student whose answer is one of them is
+told which. It costs once: later checks of that function compare with the same mistake.
 """
 
 import math
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 
 TITLES = {
     1: "RoPE: frequencies and rotation",
@@ -28,209 +23,275 @@ TITLES = {
     6: "An embedding of your own",
 }
 FILES = dict.fromkeys(TITLES, "fope.py") | {5: "evaluation.py", 6: "mine.py"}
+TO_WRITE = {
+    1: ["rope_freqs", "rotation_tables", "apply_rotation"],
+    2: ["alibi_slopes", "ALiBi.scores", "ALiBi.attend"],
+    3: ["above_floor"],
+    4: ["fourier_tables", "FoPE.identity", "FoPE.draw_noise"],
+    5: ["task_accuracy"],
+    6: ["MyEmbedding"],
+}
 
 
 class Wrong(Exception):
     """Why a check gives no points: one sentence for the student."""
 
 
-@dataclass
+class Known(Wrong):
+    """A usual mistake: the sentence says all."""
+
+
 class Pair:
-    """A student's functions, the right answers, and random inputs."""
+    """A student's functions, the right ones, and random numbers."""
 
-    student: callable
-    right: callable
-    seed: int
-
-    def __post_init__(self):
-        self.generator = torch.Generator().manual_seed(self.seed)
+    def __init__(self, student, right, seed):
+        self.student, self.right, self.followed = student, right, {}  # {function: its mistake}
+        self.generator = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.generator)
 
+    def integers(self, low, high, n=1):
+        """n integers of low .. high."""
+        return torch.randint(low, high + 1, (n,), generator=self.generator).tolist()
+
+    def expected(self, name, *args):
+        """The right answer, or that of the mistake which this function is known to have."""
+        if name == "autocast":
+            return self.expected(*args)
+        return self.followed.get(name, lambda right, *args: right(name, *args))(self.right, *args)
+
+    def ask(self, question):
+        """The student's answer. Wrong if it is not the right one."""
+        name, *args = question
+        got, expected = self.student(*question), self.expected(*question)
+        try:
+            compare(got, expected, name, 0.03 if name == "autocast" else 5e-4)
+        except Wrong:
+            for sentence, mistake in MISTAKES.get(name, []) if name not in self.followed else []:
+                if is_close(got, mistake(self.right, *args)):
+                    self.followed[name] = mistake
+                    raise Known(sentence) from None
+            raise
+        return got
+
     def run(self, function):
         for question in function(self) or []:
-            compare(self.student(*question), self.right(*question), question[0])
+            self.ask(question)
 
 
 def compare(got, right, name, atol=5e-4):
     """Wrong unless got is what is right, up to atol, in bf16 0.03, and nested like it."""
-    kinds = int | float, torch.Tensor, list | tuple, dict
-    if not any(isinstance(got, kind) and isinstance(right, kind) for kind in kinds):
-        if got is not right:  # None
-            raise Wrong(f"{name} gives {type(got).__name__} {str(got)[:40]}")
-    elif isinstance(right, dict):
-        for key in right:
-            compare(got.get(key), right[key], f"{name}, {key},", atol)
-    elif isinstance(right, torch.Tensor):
-        if got.shape != right.shape:
-            raise Wrong(f"{name}: the shape is {tuple(got.shape)}, not {tuple(right.shape)}")
-        off = (got.double() - right.double()).abs()
-        most = max(atol, 0.03) if right.dtype == torch.bfloat16 else atol
-        if not (off <= most).all():  # nor where it is nan
-            raise Wrong(f"{name}: values are off by up to {off.max():.3g}")
-    elif isinstance(right, list | tuple):
+    if isinstance(right, dict) and isinstance(got, dict):
+        got, right = [got.get(key) for key in right], [*right.values()]
+    if isinstance(right, list) and isinstance(got, list):
         if len(got) != len(right):
             raise Wrong(f"{name} gives {len(got)} values, not {len(right)}")
         for x, y in zip(got, right, strict=True):
             compare(x, y, name, atol)
-    elif not abs(got - right) <= atol:
-        raise Wrong(f"{name} is {got:.4g}, not {right:.4g}")
+        return
+    numbers = int | float | torch.Tensor
+    if not isinstance(got, numbers) or not isinstance(right, numbers):
+        raise Wrong(f"{name} gives {type(got).__name__} {str(got)[:40]}")
+    got, right = torch.as_tensor(got), torch.as_tensor(right)
+    if got.shape != right.shape:
+        raise Wrong(f"{name}: the shape is {tuple(got.shape)}, not {tuple(right.shape)}")
+    off = (got.double() - right.double()).abs()
+    if not (off <= max(atol, 0.03 if right.dtype == torch.bfloat16 else 0)).all():  # nor nan
+        raise Wrong(f"{name}: values are off by up to {off.max():.3g}")
 
 
-ALIBI = dict(head_dim=8, n_head=4, train_len=40, theta=10000.0)
-ALIBI |= {"slopes": torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])}
+def is_close(got, mistake):
+    try:
+        compare(got, mistake, "", atol=0.01)
+    except Wrong:
+        return False
+    return True
+
+
+# --- usual mistakes: {function: [(sentence, what it gives for the same arguments)]}
+
+
+def interleaved(right, x, cos, sin):
+    """Dimension 2m with 2m + 1."""
+    x = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+    y1, y2 = right("apply_rotation", x, cos, sin).chunk(2, dim=-1)
+    return torch.stack((y1, y2), dim=-1).flatten(-2)
+
+
+def slopes_from_0(right, n):
+    p, slopes = 2 ** int(math.log2(n)), right("alibi_slopes", n)
+    return torch.cat((slopes[:p] * 2 ** (8 / p), slopes[p:]))
+
+
+def attention(sign=1, scale=1.0, later=False):
+    """ALiBi.attend by the formula: with another sign of the bias, scaled again, not causal."""
+
+    def mistake(right, fields, q, k, v):
+        t, y = torch.arange(q.size(-2)), []
+        for i in t.split(256):
+            bias = sign * fields["slopes"][:, None, None] * t
+            logits = q[..., i, :].float() @ k.float().mT / math.sqrt(q.size(-1)) + bias
+            hidden = torch.zeros(()) if later else (t > i[:, None])
+            logits = (scale * logits).masked_fill(hidden.bool(), -torch.inf)
+            y.append(logits.softmax(dim=-1) @ v.float())
+        return torch.cat(y, dim=-2).to(v.dtype)
+
+    return mistake
+
+
+def of_full_length(right, freqs, train_len):
+    return freqs * torch.isin(freqs, right("above_floor", freqs, train_len))
+
+
+MISTAKES = {
+    "rope_freqs": [
+        ("The exponent begins with m = 1, not 0.",
+         lambda right, d, theta: right("rope_freqs", d + 2, theta ** ((d + 2) / d))[1:]),
+    ],
+    "rotation_tables": [
+        ("Sine and cosine are swapped: cosine comes first.",
+         lambda right, *args: right("rotation_tables", *args)[::-1]),
+        ("Angles are turned into degrees: torch computes in radians.",
+         lambda right, freqs, T: right("rotation_tables", freqs * 180 / math.pi, T)),
+        ("Positions are one off: the first is 0, not 1.",
+         lambda right, freqs, T: [x[1:] for x in right("rotation_tables", freqs, T + 1)]),
+    ],
+    "apply_rotation": [
+        ("Neighbours (2m, 2m + 1) are the pairs, not (m, m + head_dim/2).", interleaved),
+        ("It turns the other way: by cos - i sin.",
+         lambda right, x, cos, sin: right("apply_rotation", x, cos, -sin)),
+    ],
+    "alibi_slopes": [
+        ("Slopes begin with h = 0, not 1.", slopes_from_0),
+        ("Of the slopes of 2p every other one is taken from the second on, not from the first.",
+         lambda right, n: right("alibi_slopes", 2 ** int(math.log2(n))).repeat(2)[:n]),
+    ],
+    "ALiBi.scores": [
+        ("The bias has the other sign.",
+         lambda right, fields, *qk: right(
+             "ALiBi.scores", fields | {"slopes": -fields["slopes"]}, *qk)),
+    ],
+    "ALiBi.attend": [
+        ("The bias has the other sign.", attention(sign=-1)),
+        ("A query sees the keys that come after it.", attention(later=True)),
+        # columns that are added change the kernel's own scale
+        *[("q.k is scaled twice: the kernel's scale is 1/sqrt of the width if you give none.",
+           attention(scale=width**-0.5)) for width in (8, 9, 10, 16)],
+    ],
+    "above_floor": [
+        ("The others are set to zero: return the kept ones, a shorter tensor.",
+         of_full_length),
+        ("Half a turn is asked for, not a whole one.",
+         lambda right, freqs, n: right("above_floor", freqs, 2 * n)),
+        ("The floor is always that of 512 tokens, not of train_len.",
+         lambda right, freqs, n: right("above_floor", freqs, 512)),
+    ],
+    "fourier_tables": [
+        ("The sines are summed with cos_coef.",
+         lambda right, cos, sin, a, b, *rest: right("fourier_tables", cos, sin, a, a, *rest)),
+        ("The pairs that stand still have the sine 0, not sin_pad.",
+         lambda right, *args: right("fourier_tables", *args[:-1], 0.0)),
+    ],
+    "FoPE.identity": [
+        ("Weight 1 is at d = k also where there are more frequencies than series.",
+         lambda right, fields, *DK: right("FoPE.identity", fields | {"n_kept": DK[1]}, *DK)),
+    ],
+    "task_accuracy": [
+        ("Logits are one position off: those at t are for the token at t + 1.",
+         lambda right, *args: right("task_accuracy", *args, not args[-1])),  # not in training mode
+    ],
+}  # fmt: skip
+
+# --- the checks
+
 FOPE = dict(head_dim=64, n_head=8, n_table=8, train_len=512, theta=10000.0, sigma=0.3, sin_pad=1.0)
 PAPER, RELEASED = (FOPE | dict(variant=variant, n_kept=16) for variant in ("paper", "released"))
-FREQS = torch.tensor([1.0, 0.6, 0.2, 0.05, 2.9, 0.003])
 
 
-def series(the, coef, n_pairs, sin_pad, T):
+def freqs(the, n):
+    """n frequencies of 0.003 .. 3, in no order."""
+    return 3 * 10 ** (-3 * torch.rand(n, generator=the.generator))
+
+
+def alibi(the):
+    """The fields of an ALiBi of 4 heads. Powers of two: bf16 holds them exactly."""
+    slopes = 0.5 ** torch.tensor(the.integers(1, 8, n=4)).float()
+    return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, slopes=slopes)
+
+
+def series(the, n_pairs, sin_pad, T):
     """fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
-    cos, sin = the.right("rotation_tables", FREQS, T)
-    return "fourier_tables", cos, sin, coef(3, 6, 5), coef(3, 6, 5), n_pairs, sin_pad
+    tables = the.right("rotation_tables", freqs(the, 6), T)
+    return "fourier_tables", *tables, the.randn(3, 6, 5), the.randn(3, 6, 5), n_pairs, sin_pad
 
 
-def accuracy(wrong, *keys, trials=24, seed=3, training=False):
+def accuracy(the, *keys, wrong=0.1, trials=24, training=False):
     """task_accuracy of a model that takes a share of the tokens for others."""
-    return "task_accuracy", wrong, trials, seed, training, keys
+    return "task_accuracy", keys, wrong, trials, the.integers(1, 10**6)[0], training
 
 
-CHECKS = [
-    # 1. RoPE
-    (1, 2, "frequencies",
-     "Frequencies are theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1: 1 comes first.",
-     lambda the: [("rope_freqs", 8, 10000.0), ("rope_freqs", 64, 500.0)]),
-    (1, 3, "tables",
-     "Position t turns by t w_m in radians, from t = 0 on: two tables (T, len(freqs)).",
-     lambda the: [("rotation_tables", FREQS, T) for T in (1, 40, 2048)]),
-    (1, 4, "rotation",
-     "Dimension m turns together with m + head_dim/2, in the direction of e^{+i w t}.",
-     lambda the: [("apply_rotation", the.randn(2, 3, 9, 16), the.randn(*shape), the.randn(*shape))
-                  for shape in ((9, 8), (3, 9, 8))]),
-    # 2. ALiBi
-    (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
-     lambda the: [("alibi_slopes", n_head) for n_head in (1, 2, 8, 16)]),
-    (2, 1, "slopes in between",
-     "Where n_head is no power of two, see the docstring: 12 heads have those of 8 first.",
-     lambda the: [("alibi_slopes", n_head) for n_head in (3, 7, 12)]),
-    (2, 1, "scores",
-     "scores() is q.k / sqrt(head_dim) minus m_h (i - j), for each head its own m_h.",
-     lambda the: [("ALiBi.scores", ALIBI, *the.randn(2, 2, 4, 9, 8))]),
-    (2, 2, "attention",
-     "attend() is the softmax of these scores over keys j <= i, times v. Is q scaled once?",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
-    (2, 1, "gradients",
-     "Wrong as in 'attention', or attend() has other gradients: a part detached, or no_grad?",
-     lambda the: [("gradients", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 30, 8))]),
-    (2, 3, "memory",
-     "Wrong as in 'attention', or a T x T matrix: with 8192 tokens it has 256 MB a head.",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 8192, 8))]),
-    (2, 1, "bf16",
-     "Wrong as in 'attention', or rounded: bf16 holds j only up to 256, two columns hold more.",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8).bfloat16()),
-                  ("autocast", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8))]),
-    # 3. the floor
-    (3, 4, "floor",
-     "Keep w >= 2 pi / train_len: whole cycles in the TRAINING length, and nothing else.",
-     lambda the: [("above_floor", the.right("rope_freqs", 64), n) for n in (16, 40, 512, 4096)]),
-    (3, 2, "order", "The frequencies stay in the order in which they come.",
-     lambda the: [("above_floor", torch.tensor([0.5, 1e-5, 3.0, 1e-6, 1.0]), 512)]),
-    (3, 2, "exactly", "A frequency of exactly 2 pi / train_len completes its cycle: it stays.",
-     lambda the: [("above_floor", torch.tensor([3.0, math.pi / 32, math.pi / 3200]), 64)]),
-    (3, 2, "of its length",
-     "The floor is that of the length it is given, whatever the frequencies are.",
-     lambda the: [("above_floor", torch.tensor([3.0, 0.01]), n) for n in (8, 50000)]),
-    # 4. the Fourier series
-    (4, 4, "sums",
-     "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k]; sin likewise.",
-     lambda the: [series(the, the.randn, 5, 0.0, T) for T in (1, 40, 200)]),
-    (4, 2, "constant pairs",
-     "The pairs that stand still come last, at all positions with cosine 1, sine sin_pad.",
-     lambda the: [series(the, torch.zeros, n, pad, 30)
-                  for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
-    (4, 1, "identity",
-     "Without a cut weight 1 is at d = k; random frequencies, d >= n_kept, have none.",
-     lambda the: [("FoPE.identity", fields, D, 16)
-                  for fields, D in ((PAPER, 16), (PAPER, 24), (RELEASED, 16))]),
-    (4, 1, "identity with stride",
-     "With more frequencies than series weight 1 is at every ceil(n_kept/K)-th frequency.",
-     lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16) for n in (18, 33, 40)]),
-    # 5. passkeys
-    (5, 1, "trials",
-     "One rng = np.random.default_rng((seed, length)); task.sample(length, rng) once a trial.",
-     lambda the: [accuracy(0.1, "distance", seed=n) for n in (3, 4)]),
-    (5, 3, "knows or not",
-     "A model that always knows the key scores 1, one that never does 0: is it off by one?",
-     lambda the: [accuracy(wrong, "accuracy", "token_accuracy", "trials") for wrong in (0.0, 1.0)]),
-    (5, 2, "right by trial",
-     "A trial is right if all its answer tokens are right. Answers differ in length.",
-     lambda the: [accuracy(0.1, "right", "token_accuracy", trials=40, seed=n) for n in (3, 4)]),
-    (5, 1, "answer_nll",
-     "answer_nll is the mean over trials of an answer's mean cross-entropy per token.",
-     lambda the: [accuracy(0.1, "answer_nll")]),
-    (5, 1, "by depth", "Depth 0.37 is in bin 3 of 10.",
-     lambda the: [accuracy(0.1, "trials_by_depth")]),
-    (5, 1, "eval mode",
-     "The model must answer in eval mode, without dropout, whatever mode it was in.",
-     lambda the: [accuracy(0.1, "accuracy", training=True)]),
-    (5, 1, "leaves no trace",
-     "The model is left in the mode in which it was, and torch's random state as it was.",
-     lambda the: [accuracy(0.1, "mode", "random", training=b) for b in (True, False)]),
-]  # fmt: skip
-
-
-def check(exercise, points, name, mistake):
-    def add(function):
-        CHECKS.append((exercise, points, name, mistake, function))
-        return function
-
-    return add
-
-
-@check(1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.")
 def dtype(the):
-    question = "apply_rotation", the.randn(2, 90, 16).bfloat16(), the.randn(90, 8), the.randn(90, 8)
-    right, got = the.right(*question), the.student(*question)
-    compare(got, right, "apply_rotation")
-    if got.dtype != torch.bfloat16 or (got == right).double().mean() < 0.97:
-        raise Wrong("apply_rotation of bf16 is not the fp32 result, rounded to bf16")
+    question = "apply_rotation", the.randn(2, 90, 16).bfloat16(), *the.randn(2, 90, 8)
+    got = the.ask(question)
+    if got.dtype != torch.bfloat16:
+        raise Wrong(f"of bf16 it gives {got.dtype}")
+    if (got == the.expected(*question)).double().mean() < 0.97:
+        raise Wrong("of bf16 it gives not the fp32 result, rounded once")
 
 
-@check(4, 2, "noise", "Normal, of std sigma (paper) or xavier's in 3-D (released); anew each time.")
-def noise(the):
-    for fields in (PAPER, RELEASED):
-        question = "FoPE.draw_noise", fields, 64, 64
-        right, first, second = the.right(*question), *(the.student(*question) for _ in range(2))
-        compare([first, second], [right, right], "draw_noise", atol=math.inf)
-        draws = torch.stack((first[0], first[1], second[0])).double().flatten(1)
-        std, right_std = draws.std(), right.double().std()
-        if not abs(std / right_std - 1) < 0.05:
-            raise Wrong(f"{fields['variant']}: the std is {std:.4f}, not {right_std:.4f}")
-        beyond, off = (draws.abs() > 2 * std).double().mean(), abs(draws.mean() / right_std)
-        if not (0.03 < beyond < 0.06 and off < 0.05):
-            raise Wrong(f"{fields['variant']}: the noise is not normal, or its mean not 0")
-        if not (torch.corrcoef(draws) - torch.eye(3)).abs().max() < 0.1:
-            raise Wrong(f"{fields['variant']}: two calls or two heads have the same noise")
+def trains(the, n, name, *args):
+    """What a training needs of a function, whatever its values."""
+    got = the.student("training", n, name, *args)
+    if got["seconds"] > 0.5:
+        raise Known(f"{name} is too slow to train with: use tensors in place of loops.")
+    if not got["unchanged"]:
+        raise Known(f"{name} changes its arguments in place: training needs them as they were.")
+    if not abs(got["measured"] - got["autograd"]) <= 0.03 * (1 + abs(got["measured"])):
+        raise Wrong(f"{name}: a gradient is {got['autograd']:.3g}, not {got['measured']:.3g}")
 
 
-# --- 6. an embedding of one's own: there is no right answer, but it must be one
+def noise(the, fields):
+    question = "FoPE.draw_noise", fields, 64, 64
+    right, first, second = the.right(*question), *(the.student(*question) for _ in range(2))
+    compare([first, second], [right, right], "draw_noise", atol=math.inf)
+    draws = torch.stack((first[0], first[1], second[0])).double().flatten(1)
+    std, right_std, sigma = draws.std(), right.double().std(), fields["sigma"]
+    flat = sigma * math.sqrt(2 / (64 + 64))
+    for value, words in ((sigma**2, "sigma squared"), (flat, "xavier's of two dimensions")):
+        if abs(std / value - 1) < 0.05:
+            raise Known(f"The std is that of {words}.")
+    if not abs(std / right_std - 1) < 0.05:
+        raise Wrong(f"the std is {std:.4f}, not {right_std:.4f}")
+    beyond, off = (draws.abs() > 2 * std).double().mean(), abs(draws.mean() / right_std)
+    if not (0.03 < beyond < 0.06 and off < 0.05):
+        raise Known("The noise is not normal, or its mean is not 0.")
+    if not (torch.corrcoef(draws) - torch.eye(3)).abs().max() < 0.1:
+        raise Known("Two calls or two heads have the same noise: draw it anew for each.")
+
+
+# sheet 6: there is no right answer, but it must be an embedding
+KNOWN = ["NoPE", "ALiBi", "RoPE", "FoPE", "KERPLE", "FIRE", "RoPEA", "TaperedRoPE"]
+SHAPE = dict(head_dim=16, n_head=4, train_len=40)
 
 
 def embed(the, qkv):
     """What MyEmbedding gives for q, k, v, if it is an embedding, and none that the project has."""
-    T, shape = qkv.size(-2), dict(head_dim=16, n_head=4, train_len=40)
-    mine = the.student("embed", "MyEmbedding", shape, *qkv)
-    like = {"attention": qkv[0], "loaded": qkv[0], "scores": torch.zeros(2, 4, T, T)}
-    compare(mine, like | {"gradient": 0.0}, "MyEmbedding", atol=math.inf)
-    for name in ("NoPE", "ALiBi", "RoPE", "FoPE"):
-        scores = the.right("embed", name, shape, *qkv)["scores"]
-        if (mine["scores"] - scores).tril().abs().max() < 1e-3:
-            raise Wrong(f"MyEmbedding gives what {name} gives: it is not your own yet")
+    mine = the.student("embed", "MyEmbedding", SHAPE, *qkv)
+    for name in KNOWN:
+        if is_close(mine["scores"], the.right("embed", name, SHAPE, *qkv)["scores"]):
+            raise Known(f"MyEmbedding gives what {name} gives: it is not your own yet.")
+    # With q = (1, 0) and k = (0, 1) of its second pair RoPE's score is sin(w_1), w_1 = theta^(-2/d)
+    probe = torch.zeros(3, 1, 4, 60, 16)
+    probe[0, ..., 1] = probe[1, ..., 9] = 1.0
+    sine = the.student("embed", "MyEmbedding", SHAPE, *probe)["scores"][0, 0, 1, 0] * 4
+    if 0 < sine < 1:
+        shape = SHAPE | {"theta": float(sine.arcsin()) ** -8}
+        if is_close(mine["scores"], the.right("embed", "RoPE", shape, *qkv)["scores"]):
+            raise Known(f"MyEmbedding is RoPE with theta = {shape['theta']:.0f}: not your own yet.")
     return mine
 
 
-@check(6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.")
 def fused(the):
     qkv = the.randn(3, 2, 4, 60, 16)
     mine, later = embed(the, qkv), torch.ones(60, 60).triu(1).bool()
@@ -238,7 +299,6 @@ def fused(the):
     compare(mine["attention"], weights @ qkv[2], "attend")
 
 
-@check(6, 2, "causal", "A token may not change what is attended before it.")
 def causal(the):
     qkv = the.randn(3, 2, 4, 30, 16)
     first = embed(the, qkv)["attention"]
@@ -246,25 +306,104 @@ def causal(the):
     compare(embed(the, qkv)["attention"][..., :20, :], first[..., :20, :], "attend")
 
 
-@check(6, 1, "position", "The order of the tokens before the last must make a difference to it.")
 def position(the):
     qkv = the.randn(3, 2, 4, 30, 16)
     first = embed(the, qkv)["attention"]
     qkv[..., :29, :] = qkv[..., :29, :].flip(-2)
     if not (embed(the, qkv)["attention"] - first)[..., 29, :].abs().max() > 1e-3:
-        raise Wrong("the order of the tokens changes nothing")
+        raise Wrong("their order changes nothing")
 
 
-@check(6, 2, "saved", "A loaded model must be the saved one: is something random no buffer?")
 def saved(the):
     mine = embed(the, the.randn(3, 2, 4, 30, 16))
     compare(mine["loaded"], mine["attention"], "attend, once loaded")
 
 
-@check(6, 1, "learns", "Every parameter needs a gradient, or it does not learn.")
 def learns(the):
     if not 0 < embed(the, the.randn(3, 2, 4, 30, 16))["gradient"] < math.inf:
-        raise Wrong("a parameter has no gradient")
+        raise Wrong("a parameter has none")
 
 
-CHECKS.sort(key=lambda check: check[0])
+CHECKS = [
+    (1, 2, "frequencies", "rope_freqs: theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1.",
+     lambda the: [("rope_freqs", 2 * d, 100.0 * d) for d in the.integers(3, 40, n=3)]),
+    (1, 2, "tables", "rotation_tables: cosine and sine of t w_m, t = 0 .. T-1, (T, len(freqs)).",
+     lambda the: [("rotation_tables", freqs(the, 6), T) for T in (1, 12, 2048)]),
+    (1, 3, "rotation", "apply_rotation: multiply x1 + i x2 by cos + i sin, x1 the first half.",
+     lambda the: [("apply_rotation", the.randn(2, 3, 9, 16), the.randn(*shape), the.randn(*shape))
+                  for shape in ((9, 8), (3, 9, 8))]),
+    (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.", dtype),
+    (1, 2, "in training", "No gradient comes through: numpy, detach, .data or no_grad cut it.",
+     lambda the: trains(the, 1, "apply_rotation", the.randn(1, 4, 512, 64),
+                        *the.randn(2, 512, 32))),
+
+    (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
+     lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
+    (2, 1, "slopes in between", "Where n_head is no power of two, see the docstring.",
+     lambda the: [("alibi_slopes", n) for n in (3, 7, *the.integers(17, 31))]),
+    (2, 1, "scores", "scores() is q.k / sqrt(head_dim) - m_h (i - j), for each head its own m_h.",
+     lambda the: [("ALiBi.scores", alibi(the), *the.randn(2, 2, 4, 9, 8))]),
+    (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
+     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
+    (2, 2, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: do without.",
+     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 8192, 8))]),
+    (2, 1, "bf16", "Rounded: bf16 holds j only up to 256, two columns hold more.",
+     lambda the: [("ALiBi.attend", fields := alibi(the), *the.randn(3, 1, 4, 2048, 8).bfloat16()),
+                  ("autocast", "ALiBi.attend", fields, *the.randn(3, 1, 4, 2048, 8))]),
+    (2, 1, "in training", "attend() has other gradients: a part detached, or no_grad?",
+     lambda the: trains(the, 3, "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 512, 8))),
+
+    (3, 5, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
+     lambda the: [("above_floor", freqs(the, 40).sort(descending=True)[0], n)
+                  for n in (16, *the.integers(50, 200), *the.integers(1000, 1500))]),
+    (3, 2, "order", "The frequencies stay in the order in which they come.",
+     lambda the: [("above_floor", freqs(the, 20), 300)]),
+    (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
+     lambda the: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
+                  for n in the.integers(5, 12)]),
+
+    (4, 4, "sums",
+     "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k]; sin likewise.",
+     lambda the: [series(the, 5, 0.0, T) for T in (1, 40, 200)]),
+    (4, 2, "constant pairs",
+     "The pairs that stand still come last, at all positions with cosine 1, sine sin_pad.",
+     lambda the: [series(the, n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
+    (4, 1, "identity", "Weight 1 is at d = k; random frequencies, d >= n_kept, have none.",
+     lambda the: [("FoPE.identity", fields | {"n_kept": n}, D, n) for fields in (PAPER, RELEASED)
+                  for n in the.integers(6, 16) for D in (n, n + 5)]),
+    (4, 1, "identity with stride",
+     "With more frequencies than series weight 1 is at every ceil(n_kept/K)-th frequency.",
+     lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16)
+                  for n in (18, 33, *the.integers(34, 60))]),
+    (4, 1, "noise, paper", "Normal, with sigma as the std; anew each time.",
+     lambda the: noise(the, PAPER | {"sigma": the.integers(2, 8)[0] / 10})),
+    (4, 1, "noise, released", "xavier_normal_ of the 3-D tensor with sigma as gain.",
+     lambda the: noise(the, RELEASED | {"sigma": the.integers(2, 8)[0] / 10})),
+
+    (5, 1, "trials",
+     "One rng = np.random.default_rng((seed, length)); task.sample(length, rng) once a trial.",
+     lambda the: [accuracy(the, "distance") for _ in range(2)]),
+    (5, 3, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
+     lambda the: [accuracy(the, "accuracy", "token_accuracy", "trials", wrong=wrong)
+                  for wrong in (0.0, 1.0)]),
+    (5, 2, "right by trial",
+     "A trial is right if all its answer tokens are right. Answers differ in length.",
+     lambda the: [accuracy(the, "right", "token_accuracy", trials=40) for _ in range(2)]),
+    (5, 1, "answer_nll",
+     "answer_nll is the mean over trials of an answer's mean cross-entropy per token.",
+     lambda the: [accuracy(the, "answer_nll")]),
+    (5, 1, "by depth", "Depth 0.37 is in bin 3 of 10.",
+     lambda the: [accuracy(the, "trials_by_depth")]),
+    (5, 1, "eval mode",
+     "The model must answer in eval mode, without dropout, whatever mode it was in.",
+     lambda the: [accuracy(the, "accuracy", wrong=0.0, training=True)]),
+    (5, 1, "leaves no trace",
+     "The model is left in the mode in which it was, and torch's random state as it was.",
+     lambda the: [accuracy(the, "mode", "random", training=b) for b in (True, False)]),
+
+    (6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.", fused),
+    (6, 2, "causal", "A token may not change what is attended before it.", causal),
+    (6, 1, "position", "The order of the tokens before the last must matter to it.", position),
+    (6, 2, "saved", "A loaded model must be the saved one: is something random no buffer?", saved),
+    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.", learns),
+]  # fmt: skip

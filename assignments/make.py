@@ -2,42 +2,30 @@
 Write a starter: the project without the functions that students write, their sheets and checks.
 
     python assignments/make.py starter
+    python assignments/make.py starter --given 1 4       in which sheets 1 and 4 are solved
 
 It is made from the project's files at this moment. grade.py grades what comes back.
 """
 
 import ast
-import json
 import shutil
-from functools import partial
+import sys
+import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
-import child
-import torch
-from checks import CHECKS, FILES, ROOT, Pair
-from mine import MyEmbedding
+from checks import FILES, TITLES, TO_WRITE
 
-import evaluation
-import fope
-from common import ArgumentParser, Refused, make_folder, one_sentence_errors
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors
 
 HERE = Path(__file__).resolve().parent
-# {exercise: what is to be written in its file}
-TO_WRITE = {
-    1: ["rope_freqs", "rotation_tables", "apply_rotation"],
-    2: ["alibi_slopes", "ALiBi.scores", "ALiBi.attend"],
-    3: ["above_floor"],
-    4: ["fourier_tables", "FoPE.identity", "FoPE.draw_noise"],
-    5: ["task_accuracy"],
-    6: ["MyEmbedding"],
-}
 # what else would show a solution
-HIDDEN = {"fope.py": ["ALiBi.with_bias", "EXAMPLE"]}
+HIDDEN = {2: ["ALiBi.with_bias"], 4: ["EXAMPLE"]}
 
 HANDED_OUT = ["*.py", "LICENSE", "requirements.txt", "runs/setup.sh", "runs/demo.sh"]
 HANDED_OUT += ["paper/*.py", "paper/requirements.txt", "assignments/[1-7].md"]
-HANDED_OUT += [f"assignments/{name}.py" for name in ("grade", "checks", "child")]
+HANDED_OUT += [f"assignments/{name}.py" for name in ("grade", "checks", "child", "see")]
 HANDED_OUT += ["results/mechanism/*e*.png"]
 
 
@@ -62,62 +50,43 @@ def remove_body(text, name, exercise):
     return "\n".join(lines)
 
 
-def starter_text(path):
-    """One of the project's files without solutions."""
-    text = path.read_text(encoding="utf-8")
-    for name in HIDDEN.get(path.name, []):
-        node, lines = find(text, name), text.split("\n")
-        text = "\n".join(lines[: node.lineno - 1]).rstrip() + "\n"
-        text += "\n".join(lines[node.end_lineno :])
-    for exercise, names in TO_WRITE.items():
-        for name in names if FILES[exercise] == path.name else []:
-            text = remove_body(text, name, exercise)
-    if path.name == "fope.py":
-        text = text.replace(" FoPERelative in paper/readings.py is the\n    equations' own.", "")
-    if path.name == "baselines.py":
-        text += "\nimport mine  # noqa: E402, F401\n"
-    return text
-
-
-def write_files(folder, patterns):
-    """The project's files, those at its root without solutions, and mine.py beside them."""
-    for path in [HERE / "mine.py", *(p for pattern in patterns for p in ROOT.glob(pattern))]:
-        if path.name == "readings.py":  # its rotations show how FoPE's are made
-            continue
-        file = folder / (path.relative_to(ROOT) if path != HERE / "mine.py" else path.name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.parent == folder and file.suffix == ".py":
-            file.write_text(starter_text(path), encoding="utf-8")
-        else:
-            shutil.copy(path, file)
-
-
-def record_answers(seed):
-    """What the project's functions give, for each check in the order in which it asks."""
-    answers = {"seed": seed}
-    for exercise, _, name, _, function in CHECKS:
-        replies = answers[f"{exercise} {name}"] = []
-        project = evaluation if FILES[exercise] == "evaluation.py" else fope
-
-        def right(*question, project=project, replies=replies):
-            text = json.dumps(child.call(project, *question), default=child.encode)
-            replies.append(json.loads(text, object_hook=child.decode))
-            return replies[-1]
-
-        mine = SimpleNamespace(MyEmbedding=MyEmbedding)
-        Pair(partial(child.call, mine if exercise == 6 else project), right, seed).run(function)
-    return answers
+def without_solutions(text, file, given):
+    """A file's text with nothing of the sheets that are not given."""
+    for sheet in {*TITLES} - {*given}:
+        for name in HIDDEN.get(sheet, []) if file == "fope.py" else []:
+            node, lines = find(text, name), text.split("\n")
+            text = "\n".join(lines[: node.lineno - 1]).rstrip() + "\n"
+            text += "\n".join(lines[node.end_lineno :])
+        for name in TO_WRITE[sheet] if FILES[sheet] == file else []:
+            text = remove_body(text, name, sheet)
+    return text.replace(" FoPERelative in paper/readings.py is the\n    equations' own.", "")
 
 
 def main(argv=None):
     parser = ArgumentParser(__doc__)
     parser.add_argument("folder", type=Path, help="a new or empty folder")
+    words = dict(nargs="*", type=int, choices=TITLES, default=[])
+    parser.add_argument("--given", **words, help="sheets that are solved already")
     args = parser.parse_args(argv)
     if any(make_folder(args.folder).iterdir()):
         raise Refused(f"{args.folder} is not empty; choose another folder")
-    write_files(args.folder, HANDED_OUT)
-    shutil.copy(HERE / "starter.md", args.folder / "README.md")
-    torch.save(record_answers(seed=0), args.folder / "assignments" / "answers.pt")
+    for path in (path for pattern in HANDED_OUT for path in ROOT.glob(pattern)):
+        if path.name != "readings.py":  # its rotations show how FoPE's are made
+            file = args.folder / path.relative_to(ROOT)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, file)
+    shutil.copy(HERE / "mine.py", args.folder)
+    with zipfile.ZipFile(args.folder / "assignments" / "answers.zip", "w") as archive:
+        for file in sorted({*FILES.values()}):
+            text = (args.folder / file).read_text(encoding="utf-8")
+            archive.writestr(file, text)
+            text = without_solutions(text, file, args.given)
+            (args.folder / file).write_text(text, encoding="utf-8")
+    lines = (HERE / "starter.md").read_text(encoding="utf-8").split("\n")
+    for i, line in enumerate(lines):  # of its table
+        if line.startswith(tuple(f"| [{sheet}." for sheet in args.given)):
+            lines[i] = line.rsplit("|", 2)[0] + "| solved already |"
+    (args.folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
     print(f"wrote {args.folder}; its README.md says how to start")
 
 
