@@ -60,16 +60,10 @@ def call(module, name, *args):
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
 
 
-def autocast(module, name, *args):
-    """A result with matrix products in bf16, as train.py computes on a GPU."""
-    with torch.autocast("cpu", torch.bfloat16):
-        return call(module, name, *args)
-
-
-def training(module, n, name, *args):
+def training(module, i, name, *args):
     """
     What a training needs of a function whose last three arguments are tensors: seconds of a CPU,
-    arguments that stay as they were, and the gradient of the first n of the three: its product with
+    arguments that stay as they were, and the gradient of the i-th of the three: its product with
     random steps, measured and autograd's.
     """
     args, tensors, start = args[:-3], args[-3:], time.process_time()
@@ -79,11 +73,11 @@ def training(module, n, name, *args):
     values["unchanged"] = all(map(torch.equal, copies, tensors))
     if values["seconds"] > 1 or not values["unchanged"]:  # the rest would take long, or mislead
         return values
-    weights, steps = torch.randn(y.shape), [0.01 * torch.randn(x.shape) for x in copies[:n]]
+    weights, steps = torch.randn(y.shape), 0.01 * torch.randn(copies[i].shape)
 
     def f(size):
-        moved = [x + size * step for x, step in zip(copies, steps, strict=False)]
-        return (call(module, name, *args, *moved, *copies[n:]) * weights).double().sum()
+        moved = [x + size * steps if x is copies[i] else x for x in copies]
+        return (call(module, name, *args, *moved) * weights).double().sum()
 
     size = torch.zeros((), requires_grad=True)
     y = f(size)
@@ -91,42 +85,41 @@ def training(module, n, name, *args):
     return values | {"measured": (f(1) - f(-1)) / 2}
 
 
-class Reader(nn.Module):
+def task_accuracy(module, keys, wrong, trials, seed, training, ahead=False):
     """
-    A model for sheet 5. It looks where the last 8 tokens stood before and predicts what came next
-    there; after a share of the tokens, another one; in training mode, as by dropout, nonsense.
-    ahead: at each position the logits of the next one.
+    Of its result these keys, and whether it left the model's mode and torch's state alone. The
+    model knows what comes next in the trials; after a share of the tokens it says another one; in
+    training mode, as by dropout, nonsense. ahead: its logits are those of the next position.
     """
-
-    def __init__(self, wrong, ahead):
-        super().__init__()
-        self.wrong, self.ahead, self.weight = wrong, ahead, nn.Parameter(torch.zeros(1))
-
-    def found(self, idx):
-        t = torch.arange(idx.size(1))
-        context = sum(F.pad(idx + 1, (i, 0))[:, : len(t)] * pow(1009, i, 2**31) for i in range(8))
-        before = (context[:, :, None] == context[:, None]) * (t[:, None] > t) * t
-        return idx.gather(1, torch.minimum(before.argmax(dim=-1) + 1, t))
-
-    def forward(self, idx, targets=None, *, positions=slice(None)):
-        if self.ahead:
-            idx = torch.cat((idx, self.found(idx)[:, -1:]), dim=1)
-        guess = self.found(idx) + (idx * 37 % 100 < 100 * self.wrong).long()
-        logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320)) + 4 * F.one_hot(guess, 320)
-        return (-logits if self.training else logits)[:, int(self.ahead) :][:, positions]
-
-
-def task_accuracy(module, keys, wrong=0.1, trials=24, seed=3, training=False, ahead=False):
-    """Of its result these keys; also whether it left the model's mode and torch's state alone."""
     from data import Passkey
+
+    texts = []
+
+    class Task(Passkey):
+        def sample(self, length, rng):
+            tokens, *rest = super().sample(length, rng)
+            texts.append(torch.tensor([*tokens, 0, 0]))
+            return tokens, *rest
+
+    class Model(nn.Module):
+        def forward(self, idx, targets=None, *, positions=slice(None)):
+            T = idx.size(1)
+            found = [next(t for t in texts if torch.equal(t[:T], row)) for row in idx]
+            found = torch.stack(found)[:, int(ahead) :]
+            idx, guess = found[:, :T], found[:, 1 : T + 1]
+            guess = guess + (idx * 37 % 100 < 100 * wrong).long()
+            logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320))
+            logits += 4 * F.one_hot(guess, 320)
+            return (-logits if self.training else logits)[:, positions]
 
     def encode(text):  # some pairs of digits are one token, as GPT-2's tokenizer has it
         parts = re.findall(r"[0-4]\d|.", text, re.DOTALL)
         return [256 + int(part) if len(part) == 2 else ord(part) for part in parts]
 
     torch.rand(1)  # a seed that an earlier call has set would be no change
-    model, state = Reader(wrong, ahead).train(training), torch.get_rng_state()
-    result = module.task_accuracy(model, Passkey(encode), 400, trials, seed)
+    model, state = Model().train(training), torch.get_rng_state()
+    model.weight = nn.Parameter(torch.zeros(1))
+    result = module.task_accuracy(model, Task(encode), 400, trials, seed)
     result["mode"] = model.training == training
     result["random"] = torch.equal(torch.get_rng_state(), state)
     return json.loads(json.dumps({key: result[key] for key in keys}))  # what json can hold
@@ -153,7 +146,7 @@ def embed(module, name, shape, q, k, v):
     return values | {"gradient": min(largest, default=1.0)}
 
 
-SPECIAL = {f.__name__: f for f in (autocast, training, task_accuracy, embed)}
+SPECIAL = {f.__name__: f for f in (training, task_accuracy, embed)}
 
 
 def describe(e, file):

@@ -25,7 +25,7 @@ HIDDEN = {2: ["ALiBi.with_bias"], 4: ["EXAMPLE"]}
 
 HANDED_OUT = ["*.py", "LICENSE", "requirements.txt", "runs/setup.sh", "runs/demo.sh"]
 HANDED_OUT += ["paper/*.py", "paper/requirements.txt", "assignments/[1-7].md"]
-HANDED_OUT += [f"assignments/{name}.py" for name in ("grade", "checks", "child", "see")]
+HANDED_OUT += [f"assignments/{name}.py" for name in ("grade", "checks", "child")]
 HANDED_OUT += ["results/mechanism/*e*.png"]
 
 
