@@ -13,15 +13,7 @@ import math
 
 import torch
 
-TITLES = {
-    1: "RoPE: frequencies and rotation",
-    2: "ALiBi without a mask",
-    3: "The floor",
-    4: "The Fourier series",
-    5: "Passkeys in one forward pass",
-    6: "An embedding of your own",
-}
-FILES = dict.fromkeys(TITLES, "fope.py") | {5: "evaluation.py", 6: "mine.py"}
+FILES = dict.fromkeys([1, 2, 3, 4], "fope.py") | {5: "evaluation.py", 6: "mine.py"}
 TO_WRITE = {
     1: ["rope_freqs", "rotation_tables", "apply_rotation"],
     2: ["alibi_slopes", "ALiBi.scores", "ALiBi.attend"],
@@ -153,7 +145,8 @@ MISTAKES = {
     ],
     "alibi_slopes": [
         ("Slopes begin with h = 0, not 1.",
-         lambda right, n: right("alibi_slopes", n) * 2 ** (8 / 2 ** int(math.log2(n)))),
+         lambda right, n: right("alibi_slopes", n) * torch.where(
+             torch.arange(n) < (p := 2 ** int(math.log2(n))), 2 ** (8 / p), 1.0)),
         ("Of the slopes of 2p every other one is taken from the second on, not from the first.",
          lambda right, n: right("alibi_slopes", 2 ** int(math.log2(n))).repeat(2)[:n]),
     ],

@@ -1,13 +1,12 @@
 """
 Points for what students hand in: folders, zips, or single files such as fope.py.
 
-    python assignments/grade.py handed_in/*                              for a person to read
-    python assignments/grade.py handed_in/* --out points.csv --jobs 4    a table, too
-    python assignments/grade.py --exercise 2                             a student's own files, here
+    python assignments/grade.py handed_in/*                     for a person to read
+    python assignments/grade.py handed_in/* --out points.csv    a table, too
+    python assignments/grade.py --exercise 2                    a student's own files, here
 
-checks.py has the checks. A student's file runs in another process (child.py), with limits of time
-and memory. What comes back is compared here with what the right file gives, in another such
-process. In a starter, which has no solutions, the right files are in answers.zip.
+checks.py has the checks. A student's file runs in processes of its own (child.py). What they leave
+is compared here with what the right file gives. In a starter that is one in answers.zip.
 """
 
 import csv
@@ -15,90 +14,55 @@ import io
 import os
 import random
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import traceback
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import child
 import torch
-from checks import CHECKS, FILES, TITLES, Known, Pair, Wrong
+from checks import CHECKS, FILES, Known, Pair, Wrong
 
-sys.path.insert(1, str(child.ROOT))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+# a starter has the solutions there: a student's file is tried beside right ones
+sys.path.insert(1, str(Path(__file__).resolve().parent / "answers.zip"))
 
+import baselines
+import evaluation
+import fope
 from common import ArgumentParser, Refused, one_sentence_errors, write_atomically
 
 MOST = 2**20  # bytes of a file
-DEATHS = 3  # so often the process of a file is started again
-
-# --- a file in its process
 
 
-class Process:
-    """Calls functions of a file, in a process that is started again when it has ended."""
+class Student:
+    """Calls functions of a file, unless it cannot be loaded, or three calls have not ended."""
 
     def __init__(self, file, text):
-        self.folder, self.lock = tempfile.TemporaryDirectory(), threading.Lock()
-        self.file = Path(self.folder.name, file)
-        self.file.write_bytes(text)
-        self.process, self.broken, self.deaths = None, None, 0
+        self.file, self.text, self.slow, self.broken = file, text, 0, None
+        if reason := child.ask(file, text).get("error"):
+            self.broken = f"{file} cannot be loaded: {reason}"
 
     def __call__(self, *question):
         """The answer. Wrong: there is none, and why."""
-        with self.lock:
-            if self.process is None and not self.broken:
-                self.start()
-            if self.broken:
-                raise Wrong(self.broken)
-            torch.save(question, self.file.with_name("question.pt"))
-            return self.answer(b"\n")
-
-    def start(self):
-        command = [sys.executable, child.__file__, self.file]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        # of its own session: Ctrl-C ends the grading, and no student's answer is wrong by it
-        self.process = subprocess.Popen(command, **pipes, start_new_session=True)
-        try:
-            self.answer(b"")
-        except Wrong as e:
-            self.broken = f"{self.file.name} cannot be loaded: {e}"
-
-    def answer(self, signal_to_begin):
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(signal_to_begin)
-            self.process.stdin.flush()
-        if not self.process.stdout.readline():
-            code, self.deaths = self.stop(), self.deaths + 1
-            if self.deaths == DEATHS:
-                self.broken = f"its process has ended {DEATHS} times, or took too long"
-            slow = f"no end within {child.SECONDS} seconds"
-            ended = "its process has ended: too much memory?"
-            raise Wrong(slow if code == -signal.SIGALRM else ended)
-        answer = torch.load(self.file.with_name("answer.pt"), weights_only=True)
+        if self.broken:
+            raise Wrong(self.broken)
+        answer = child.ask(self.file, self.text, *question)
         if "error" in answer:
+            self.slow += answer["error"].startswith("no end")
+            if self.slow == 3:
+                self.broken = "three calls have not ended"
             raise Wrong(answer["error"])
         return answer["value"]
 
-    def stop(self):
-        """The exit code of the process, which ends when there is nothing to read."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.communicate()
-            return process.returncode
 
-
-def right_processes():
-    """{file: the process of the right one}. For sheet 6 that is all known embeddings."""
-    folder = zipfile.Path(child.ANSWERS) if child.ANSWERS.exists() else child.ROOT
-    texts = {file: (folder / file).read_bytes() for file in ("fope.py", "evaluation.py")}
-    texts["mine.py"] = b"from baselines import *\nfrom fope import *\n"
-    return {file: Process(file, text) for file, text in texts.items()}
+def right(name, *args):
+    """What the right file gives: the same function of fope.py, evaluation.py or baselines.py."""
+    known = SimpleNamespace(**vars(fope) | vars(baselines))
+    module = {"task_accuracy": evaluation, "embed": known}.get(name, fope)
+    args = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    return child.plain(child.call(module, name, *args))
 
 
 # --- what was handed in
@@ -149,15 +113,14 @@ def read_best(found, open_file):
 # --- points
 
 
-def grade(path, checks, rights, seed):
+def grade(path, checks, seed):
     """Of each check: sheet, name, points, of how many, and the reason where they are none."""
-    rows, texts, unread = [], {}, None
+    rows, pairs, unread = [], {}, None
     try:
         texts = read_submission(Path(path))
+        pairs = {file: Pair(Student(file, text), right, seed) for file, text in texts.items()}
     except Refused as e:
         unread = str(e)
-    students = {file: Process(file, text) for file, text in texts.items()}
-    pairs = {file: Pair(student, rights[file], seed) for file, student in students.items()}
     for sheet, most, name, sentence, function in checks:
         file, points = FILES[sheet], 0
         try:
@@ -166,7 +129,7 @@ def grade(path, checks, rights, seed):
             pairs[file].run(function)
             points, reason = most, ""
         except Wrong as e:
-            all_said = isinstance(e, Known) or students[file].broken
+            all_said = isinstance(e, Known) or pairs[file].student.broken
             reason = str(e) if all_said else f"{sentence} ({e})"
             if str(e).startswith("NotImplementedError: exercise"):
                 reason = "not written yet"
@@ -175,8 +138,6 @@ def grade(path, checks, rights, seed):
             reason = f"{sentence} (what comes back cannot be compared)"
         reason = "".join(c if c.isprintable() else " " for c in reason)  # it may be a student's
         rows.append((sheet, name, points, most, reason))
-    for student in students.values():
-        student.stop()
     return rows
 
 
@@ -186,11 +147,8 @@ def total(rows, sheet=None):
 
 def as_text(student, rows):
     lines = [f"{student}: {total(rows)} of {sum(row[3] for row in rows)}"]
-    for sheet in dict.fromkeys(row[0] for row in rows):
-        lines.append(f"  {sheet}. {TITLES[sheet]}: {total(rows, sheet)}")
-        for number, name, points, most, reason in rows:
-            if number == sheet:
-                lines.append(f"    {points} of {most}  {name}: {reason}".rstrip(": "))
+    for sheet, name, points, most, reason in rows:
+        lines.append(f"  {sheet}. {points} of {most}  {name}: {reason}".rstrip(": "))
     return "\n".join(lines)
 
 
@@ -210,9 +168,8 @@ def main(argv=None):
     parser = ArgumentParser(__doc__)
     add = parser.add_argument
     add("submissions", nargs="*", default=["."], help="folders, zips, or files")
-    add("--exercise", type=int, nargs="+", choices=TITLES, default=[*TITLES], help="which sheets")
+    add("--exercise", type=int, nargs="+", choices=FILES, default=[*FILES], help="which sheets")
     add("--out", type=Path, help="a csv, written anew after each student")
-    add("--jobs", type=int, default=1, help="students graded at the same time")
     add("--seed", type=int, help="of the random inputs, to grade with the same ones again")
     args = parser.parse_args(argv)
     for path in args.submissions:
@@ -223,19 +180,13 @@ def main(argv=None):
     checks, scores = [check for check in CHECKS if check[0] in args.exercise], {}
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"the random inputs are those of --seed {seed}", file=sys.stderr)
-    rights, pool = right_processes(), ThreadPoolExecutor(max(args.jobs, 1))
-    graded = pool.map(lambda path: grade(path, checks, rights, seed), args.submissions)
-    try:
-        for student, rows in zip(args.submissions, graded, strict=True):
-            scores[student] = rows
-            print(as_text(student, rows), flush=True)
-            if args.out:
-                text = as_csv(scores, args.exercise).encode()
-                write_atomically(args.out, lambda f, text=text: f.write(text))
-    finally:  # with Ctrl-C, too: those who are not begun are not graded
-        pool.shutdown(wait=False, cancel_futures=True)
-        for right in rights.values():
-            right.stop()
+    torch.set_num_threads(1)  # of processes that are forked
+    for student in args.submissions:
+        scores[student] = grade(student, checks, seed)
+        print(as_text(student, scores[student]), flush=True)
+        if args.out:
+            text = as_csv(scores, args.exercise).encode()
+            write_atomically(args.out, lambda f, text=text: f.write(text))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from checks import FILES, TITLES, TO_WRITE
+from checks import FILES, TO_WRITE
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
@@ -52,7 +52,7 @@ def remove_body(text, name, exercise):
 
 def without_solutions(text, file, given):
     """A file's text with nothing of the sheets that are not given."""
-    for sheet in {*TITLES} - {*given}:
+    for sheet in {*TO_WRITE} - {*given}:
         for name in HIDDEN.get(sheet, []) if file == "fope.py" else []:
             node, lines = find(text, name), text.split("\n")
             text = "\n".join(lines[: node.lineno - 1]).rstrip() + "\n"
@@ -65,7 +65,7 @@ def without_solutions(text, file, given):
 def main(argv=None):
     parser = ArgumentParser(__doc__)
     parser.add_argument("folder", type=Path, help="a new or empty folder")
-    words = dict(nargs="*", type=int, choices=TITLES, default=[])
+    words = dict(nargs="*", type=int, choices=TO_WRITE, default=[])
     parser.add_argument("--given", **words, help="sheets that are solved already")
     args = parser.parse_args(argv)
     if any(make_folder(args.folder).iterdir()):

@@ -22,7 +22,7 @@ import child
 import grade
 import make
 
-SHEETS = [*checks.TITLES]
+SHEETS = [*checks.FILES]
 
 
 def original(file):
@@ -43,22 +43,14 @@ def starter(tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope="module")
-def rights():
-    rights = grade.right_processes()
-    yield rights
-    for right in rights.values():
-        right.stop()
-
-
 @pytest.fixture
-def graded(rights, tmp_path):
+def graded(tmp_path):
     """graded(sheet, text of its file) -> (points, the reasons of what is lost)."""
 
     def graded(sheet, text, seed=1):
         file = tmp_path / checks.FILES[sheet]
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        rows = grade.grade(file, [c for c in checks.CHECKS if c[0] == sheet], rights, seed)
+        rows = grade.grade(file, [c for c in checks.CHECKS if c[0] == sheet], seed)
         assert all(bool(reason) == (points == 0) for *_, points, _, reason in rows), rows
         assert all(row[4].isprintable() for row in rows)  # so it is one line
         return grade.total(rows), [row[4] for row in rows if row[4]]
@@ -225,8 +217,8 @@ MISTAKES = {
               "No gradient"),
     "no_grad": (1, "def apply_rotation", "@torch.no_grad()\ndef apply_rotation", 8, "No gradient"),
     "in place": (1, TURN, TURN + "    x *= 1.0 + 1e-6\n", 8, "in place"),
-    "loops": (1, TURN, "    for i in range(x.numel()):\n        x[..., 0, 0] * 1.0 + 0.0\n" + TURN, 8,
-              "too slow"),
+    "loops": (1, TURN, "    for i in range(x.numel()):\n        x[..., 0, 0] * 1.0 + 0.0\n" + TURN,
+              8, "too slow"),
     "KERPLE renamed": (6, "class MyEmbedding(RoPE):", "from baselines import KERPLE\n\n\n"
                        "class MyEmbedding(KERPLE):\n    pass\n\n\nclass Other(RoPE):", 0, "KERPLE"),
     "theta 9000": (6, "class MyEmbedding(RoPE):", "class MyEmbedding(RoPE):\n"
@@ -339,14 +331,8 @@ BROKEN = {
 
 
 @pytest.fixture
-def short(monkeypatch, tmp_path):
-    """A process that waits for four seconds alone."""
-    text = (ROOT / "assignments" / "child.py").read_text().replace("SECONDS = 20", "SECONDS = 4")
-    (tmp_path / "assignments").mkdir()
-    file = tmp_path / "assignments" / "child.py"
-    file.write_text(text.replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})"))
-    monkeypatch.setattr(child, "__file__", str(file))
-    monkeypatch.setattr(child, "SECONDS", 4)
+def short(monkeypatch):
+    monkeypatch.setattr(child, "SECONDS", 3)
 
 
 @pytest.mark.slow
@@ -359,7 +345,7 @@ def test_a_broken_file_has_no_points_but_a_reason(graded, short, what):
 def test_a_function_that_does_not_end_costs_its_own_points_alone(graded, short):
     text = original("fope.py") + "\ndef rotation_tables(freqs, T):\n    while True: pass\n"
     points, reasons = graded(1, text)
-    assert points == 8 and "4 seconds" in reasons[0]
+    assert points == 8 and "3 seconds" in reasons[0]
 
 
 @pytest.mark.slow
@@ -445,5 +431,5 @@ def test_a_batch_of_eight_that_is_ended_in_the_middle_and_started_again(tmp_path
     rows = [row[:2] for row in csv.reader(out.open())][1:]
     assert 2 <= len(rows) < 8
     assert rows == [[str(p), n] for p, n in zip(paths, points, strict=True)][: len(rows)]
-    assert command(*words, "--jobs", "2")[0] == 0
+    assert command(*words)[0] == 0
     assert [row[1] for row in csv.reader(out.open())][1:] == points
