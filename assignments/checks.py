@@ -5,8 +5,8 @@ A check is (sheet, points, name, sentence, function of a Pair). The function giv
 *args), to each of which the student's answer must be the right one, or raises Wrong. Each function
 is asked alone, on inputs of its own: a mistake in one costs nothing in another.
 
-MISTAKES are the usual ones, computed. A student whose answer is one of them is told which. It costs
-once: later checks of that function compare with the same mistake.
+MISTAKES are the usual ones of functions that several checks ask, computed. A student whose answer
+is one of them is told which. It costs once: later checks compare with the same mistake.
 """
 
 import math
@@ -126,10 +126,6 @@ def of_full_length(right, freqs, train_len):
 
 
 MISTAKES = {
-    "rope_freqs": [
-        ("The exponent begins with m = 1, not 0.",
-         lambda right, d, theta: right("rope_freqs", d + 2, theta ** ((d + 2) / d))[1:]),
-    ],
     "rotation_tables": [
         ("Sine and cosine are swapped: cosine comes first.",
          lambda right, *args: right("rotation_tables", *args)[::-1]),
@@ -142,18 +138,6 @@ MISTAKES = {
         ("Neighbours (2m, 2m + 1) are the pairs, not (m, m + head_dim/2).", interleaved),
         ("It turns the other way: by cos - i sin.",
          lambda right, x, cos, sin: right("apply_rotation", x, cos, -sin)),
-    ],
-    "alibi_slopes": [
-        ("Slopes begin with h = 0, not 1.",
-         lambda right, n: right("alibi_slopes", n) * torch.where(
-             torch.arange(n) < (p := 2 ** int(math.log2(n))), 2 ** (8 / p), 1.0)),
-        ("Of the slopes of 2p every other one is taken from the second on, not from the first.",
-         lambda right, n: right("alibi_slopes", 2 ** int(math.log2(n))).repeat(2)[:n]),
-    ],
-    "ALiBi.scores": [
-        ("The bias has the other sign.",
-         lambda right, fields, *qk: right(
-             "ALiBi.scores", fields | {"slopes": -fields["slopes"]}, *qk)),
     ],
     "ALiBi.attend": [
         ("The bias has the other sign.", attention(sign=-1)),
@@ -169,16 +153,6 @@ MISTAKES = {
          lambda right, freqs, n: right("above_floor", freqs, 2 * n)),
         ("The floor is always that of 512 tokens, not of train_len.",
          lambda right, freqs, n: right("above_floor", freqs, 512)),
-    ],
-    "fourier_tables": [
-        ("The sines are summed with cos_coef.",
-         lambda right, cos, sin, a, b, *rest: right("fourier_tables", cos, sin, a, a, *rest)),
-        ("The pairs that stand still have the sine 0, not sin_pad.",
-         lambda right, *args: right("fourier_tables", *args[:-1], 0.0)),
-    ],
-    "FoPE.identity": [
-        ("Weight 1 is at d = k also where there are more frequencies than series.",
-         lambda right, fields, *DK: right("FoPE.identity", fields | {"n_kept": DK[1]}, *DK)),
     ],
     "task_accuracy": [
         ("Logits are one position off: those at t are for the token at t + 1.",
@@ -306,7 +280,7 @@ def learns(the):
 
 
 CHECKS = [
-    (1, 2, "frequencies", "rope_freqs: theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1.",
+    (1, 2, "frequencies", "rope_freqs: theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1: 1 is first.",
      lambda the: [("rope_freqs", 2 * d, 100.0 * d) for d in the.integers(3, 40, n=3)]),
     (1, 2, "tables", "rotation_tables: cosine and sine of t w_m, t = 0 .. T-1, (T, len(freqs)).",
      lambda the: [("rotation_tables", freqs(the, 6), T) for T in (1, 12, 2048)]),
@@ -319,9 +293,9 @@ CHECKS = [
                         *the.randn(2, 512, 32))),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
      lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
-    (2, 1, "slopes in between", "Where n_head is no power of two, see the docstring.",
+    (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",
      lambda the: [("alibi_slopes", n) for n in (3, 7, *the.integers(17, 31))]),
-    (2, 1, "scores", "scores() is q.k / sqrt(head_dim) - m_h (i - j), for each head its own m_h.",
+    (2, 1, "scores", "scores() is q.k / sqrt(head_dim) - m_h (i - j): less for keys far back.",
      lambda the: [("ALiBi.scores", alibi(the), *the.randn(2, 2, 4, 9, 8))]),
     (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
      lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
@@ -340,7 +314,7 @@ CHECKS = [
      lambda the: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
                   for n in the.integers(5, 12)]),
     (4, 4, "sums",
-     "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k]; sin likewise.",
+     "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k]; sin: sin_coef.",
      lambda the: [series(the, 5, 0.0, T) for T in (1, 40, 200)]),
     (4, 2, "constant pairs",
      "The pairs that stand still come last, at all positions with cosine 1, sine sin_pad.",

@@ -147,12 +147,9 @@ SPECIAL = {f.__name__: f for f in (training, task_accuracy, embed)}
 
 def describe(e, file):
     """An exception in one line, with the last line of the student's file that it came through."""
-    lines = [
-        n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == file
-    ]
-    line = e.lineno if isinstance(e, SyntaxError) else (lines or [None])[-1]
-    words = f"{type(e).__name__}: {e}".split("\n")[0][:200]
-    return f"{words} ({file}, line {line})" if line else words
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
+    line = e.lineno if isinstance(e, SyntaxError) else (lines or ["?"])[-1]
+    return f"{type(e).__name__}: {e}".split("\n")[0][:200] + f" ({file}, line {line})"
 
 
 def leave(file, text, question, answer):

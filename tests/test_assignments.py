@@ -126,9 +126,6 @@ def test_a_check_needs_no_other_sheet(graded, starter, sheet):
 
 RIGHT = {
     "rotate half": (1, """
-def rope_freqs(head_dim, theta=10000.0):
-    return torch.exp(-math.log(theta) * torch.arange(head_dim // 2) * 2 / head_dim)
-
 def rotation_tables(freqs, T):
     z = torch.polar(torch.ones(T, len(freqs)), torch.arange(T)[:, None] * freqs[None, :])
     return [z.real, z.imag]
@@ -143,31 +140,16 @@ def apply_rotation(x, cos, sin):
     return y.to(x.dtype)
 """),
     "one column in fp32": (2, """
-def alibi_slopes(n_head):
-    def power_of_two(n):
-        return [2 ** (-8 * (h + 1) / n) for h in range(n)]
-    p = 1
-    while 2 * p <= n_head:
-        p *= 2
-    return torch.tensor(power_of_two(p) + power_of_two(2 * p)[0::2][: n_head - p])
-
-def scores(self, q, k):
-    T = q.shape[-2]
-    distance = torch.arange(T).view(T, 1) - torch.arange(T).view(1, T)
-    bias = -self.slopes[:, None, None] * distance.clamp(min=0)
-    return torch.einsum("bhid,bhjd->bhij", q, k) / self.head_dim ** 0.5 + bias
-
 def attend(self, q, k, v):
     T, dtype = q.size(-2), v.dtype
     q, k, v = q.float(), k.float(), v.float()
     one = torch.ones(*q.shape[:-1], 1)
     q = torch.cat((q / self.head_dim ** 0.5, one * self.slopes.view(1, -1, 1, 1)), dim=-1)
     k = torch.cat((k, one * torch.arange(T).view(1, 1, T, 1)), dim=-1)
-    with torch.autocast("cpu", enabled=False):
-        y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), is_causal=True, scale=1.0)
+    y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), is_causal=True, scale=1.0)
     return y[..., :-1].to(dtype)
 
-ALiBi.scores, ALiBi.attend = scores, attend
+ALiBi.attend = attend
 """),
     "in cycles": (3, """
 def above_floor(freqs, train_len):
@@ -199,11 +181,10 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", RIGHT)
-def test_right_solutions_have_full_marks_however_they_are_written(graded, starter, way):
+def test_right_solutions_have_full_marks_however_they_are_written(graded, way):
     sheet, text = RIGHT[way]
     for seed in (2, 3):
-        found = graded(sheet, (starter / checks.FILES[sheet]).read_text() + text, seed)
-        assert found == (10, [])
+        assert graded(sheet, original(checks.FILES[sheet]) + text, seed) == (10, [])
 
 
 # --- mistakes: what is replaced in a right solution, the points that are left, and a word or two of
@@ -232,7 +213,6 @@ MISTAKES = {
     "degrees": (1, "    return angles.cos", "    angles = angles.rad2deg()\n    return angles.cos",
                 8, "degrees"),
     "one off": (1, "torch.arange(T).float()", "torch.arange(1, T + 1).float()", 8, "one off"),
-    "frequencies from 1": (1, "arange(0, head_dim, 2)", "arange(2, head_dim + 2, 2)", 8, "m = 1"),
     "neighbours": (1, f"""{TURN}    return torch.cat(({PAIRS}), dim=-1).type_as(x)""",
                    f"""    x1, x2 = x.float()[..., ::2], x.float()[..., 1::2]
     x1, x2 = {PAIRS}
@@ -241,9 +221,7 @@ MISTAKES = {
     "in bf16": (1, TURN, "    x1, x2 = x.chunk(2, dim=-1)\n"
                 "    cos, sin = cos.type_as(x), sin.type_as(x)\n", 9, "bf16"),
     # sheet 2
-    "slopes from 0": (2, "for h in range(1, p + 1)", "for h in range(p)", 9, "h = 0"),
-    "from the second": (2, "range(1, 2 * p, 2)", "range(2, 2 * p, 2)", 9, "from the second"),
-    "distance": (2, "(t[:, None] - t[None, :])", "(t[None, :] - t[:, None])", 9, "other sign"),
+    "slopes from 0": (2, "for h in range(1, p + 1)", "for h in range(p)", 8, "h = 1"),
     "scaled twice": (2, "is_causal=True, scale=1.0)", "is_causal=True)", 7, "scaled twice"),
     "sees later keys": (2, "is_causal=True, scale=1.0)", "scale=1.0)", 7, "after it"),
     "one column": (2, "(j // 256 * 256, j % 256)", "(j, 0 * j)", 9, "two columns"),
@@ -263,27 +241,18 @@ MISTAKES = {
     "sorted": (3, "2 * math.pi / train_len]",
                "2 * math.pi / train_len].sort(descending=True)[0]", 8, "order"),
     # sheet 4
-    "sine of cosines": (4, "(sin.double() @ sin_coef", "(sin.double() @ cos_coef", 6, "cos_coef"),
     "constant sine 0": (4, "F.pad(sin, (0, n_constant), value=sin_pad)",
                         "F.pad(sin, (0, n_constant))", 8, "sin_pad"),
-    "no stride": (4, "math.ceil(self.n_kept / K)", "1", 9, "at d = k also"),
-    "variance": (4, "normal_(noise, std=self.sigma)", "normal_(noise, std=self.sigma**2)", 9,
-                 "squared"),
+    "no stride": (4, "math.ceil(self.n_kept / K)", "1", 9, "ceil"),
     "xavier in 2-D": (4, "nn.init.xavier_normal_(noise, gain=self.sigma)",
                       "torch.stack([nn.init.xavier_normal_(x, self.sigma) for x in noise])", 9,
                       "two dimensions"),
-    "one table for all": (4, "normal_(noise, std=self.sigma)",
-                          "normal_(noise, std=self.sigma)[:1].expand(self.n_table, D, K)", 9,
-                          "anew"),
     # sheet 5
     "logits off by one": (5, "model(tokens[:, :-1], ", "model(tokens, ", 7, "one position off"),
     "another generator": (5, "default_rng((seed, length))", "default_rng(seed)", 5, "default_rng"),
     "one length for all": (5, "right[r, -n:].all(), right[r, -n:]", "right[r].all(), right[r]", 8,
                            "differ in length"),
     "training mode": (5, "    model.eval()\n    samples", "    samples", 9, "eval mode"),
-    "a seed for torch": (5, "    model.eval()\n    samples",
-                         "    model.eval()\n    torch.manual_seed(seed)\n    samples", 9,
-                         "random state"),
     # sheet 6
     "attend is not scores": (6, "    def rotate", "    def scores(self, q, k):\n"
                              "        return 1.1 * super().scores(q, k)\n\n    def rotate", 6,
@@ -323,8 +292,6 @@ BROKEN = {
     "does not end": BODY.format(top="", body="while True: pass"),
     "never loads": BODY.format(top="while True: pass", body="pass"),
     "gives nan": BODY.format(top="", body="return torch.full((4,), torch.nan)"),
-    "gives an object": BODY.format(top="", body="return object()"),
-    "no text": bytes(range(256)) * 100,
     "empty": "",
     "a syntax error": "def rope_freqs(:\n",
 }
