@@ -1,13 +1,11 @@
 """
 Calls functions of a student's file, each in a process of its own, with limits of time and memory,
-which leaves tensors and plain values. It knows no right answer and gives no points.
+which leaves what comes back. It knows no right answer and gives no points.
 """
 
-import json
+import multiprocessing
 import os
-import re
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -21,19 +19,6 @@ from torch import nn
 
 SECONDS = 20  # for one call
 MEMORY = 2**30  # bytes that a student's code may take beyond what torch has taken
-
-
-def plain(x):
-    """x of plain types, as torch.load(weights_only=True) reads them; else TypeError."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().clone()  # of a part not the whole
-    if isinstance(x, list | tuple):
-        return [plain(y) for y in x]
-    if isinstance(x, dict):
-        return {str(key): plain(y) for key, y in x.items()}
-    if isinstance(x, int | float):
-        return x
-    raise TypeError(f"the result is of type {type(x).__name__}")
 
 
 # --- what is asked
@@ -56,93 +41,103 @@ def call(module, name, *args):
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
 
 
-def training(module, i, name, *args):
-    """
-    What a training needs of a function whose last three arguments are tensors: seconds of a CPU,
-    arguments that stay as they were, and the gradient of the i-th of the three: its product with
-    random steps, measured and autograd's.
-    """
-    args, tensors, start = args[:-3], args[-3:], time.process_time()
-    copies = [x.clone() for x in tensors]
-    y = call(module, name, *args, *tensors)
-    values = {"seconds": time.process_time() - start}
-    values["unchanged"] = all(map(torch.equal, copies, tensors))
-    if values["seconds"] > 1 or not values["unchanged"]:  # the rest would take long, or mislead
-        return values
-    weights, steps = torch.randn(y.shape), 0.01 * torch.randn(copies[i].shape)
-
-    def f(size):
-        moved = [x + size * steps if x is copies[i] else x for x in copies]
-        return (call(module, name, *args, *moved) * weights).double().sum()
-
-    size = torch.zeros((), requires_grad=True)
-    y = f(size)
-    values["autograd"] = torch.autograd.grad(y, size)[0] if y.requires_grad else 0.0
-    return values | {"measured": (f(1) - f(-1)) / 2}
+def train(module, n, name, *args):
+    """Why a training cannot use a function, or "". It trains the first n tensors of args."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    copies, start = [x.clone() for x in tensors], time.process_time()
+    call(module, name, *args)
+    if time.process_time() - start > 0.5:
+        return f"{name} is too slow: use tensors in place of loops"
+    if not all(map(torch.equal, copies, tensors)):
+        return f"{name} changes its arguments in place"
+    trained = [x.requires_grad_() for x in tensors[:n]]
+    y = call(module, name, *args)
+    if y.requires_grad:
+        y.square().sum().backward()
+    if all(x.grad is not None and x.grad.flatten(0, -2).any(dim=0).all() for x in trained):
+        return ""
+    return "no gradient comes through: numpy, detach, .data or no_grad cut it"
 
 
-def task_accuracy(module, keys, wrong, trials, seed, training, ahead=False):
+def rounding(module, name, x, *args):
+    """Whether a function gives bf16 for bf16, and rounds the fp32 result once."""
+    x = x.bfloat16()
+    y, exact = call(module, name, x, *args), call(module, name, x.float(), *args)
+    return y.dtype == x.dtype and bool((y == exact.to(x.dtype)).double().mean() > 0.97)
+
+
+def statistics(module, name, *args):
+    """What random numbers have in common, as logarithms where sizes count, and if they are new."""
+    first, second = (call(module, name, *args).double() for _ in range(2))
+    std, size = first.std(), first.abs().mean()
+    new = not torch.equal(first, second) and not torch.equal(first[0], first[1])
+    return [torch.tensor(first.shape), first.mean() / std, std.log(), (size / std).log(), new]
+
+
+def task_accuracy(module, keys, wrong, trials, seed, training):
     """
     Of its result these keys, and whether it left the model's mode and torch's state alone. The
     model knows what comes next in the trials; after a share of the tokens it says another one; in
-    training mode, as by dropout, nonsense. ahead: its logits are those of the next position.
+    training mode, as by dropout, nonsense.
     """
-    from data import Passkey
-
     texts = []
 
-    class Task(Passkey):
+    class Task:
         def sample(self, length, rng):
-            tokens, *rest = super().sample(length, rng)
-            texts.append(torch.tensor([*tokens, 0, 0]))
-            return tokens, *rest
+            tokens = rng.integers(0, 300, length)
+            texts.append(torch.from_numpy(tokens))
+            return tokens, int(rng.integers(1, 6)), rng.random(), int(rng.integers(length))
 
     class Model(nn.Module):
         def forward(self, idx, targets=None, *, positions=slice(None)):
             T = idx.size(1)
             found = [next(t for t in texts if torch.equal(t[:T], row)) for row in idx]
-            found = torch.stack(found)[:, int(ahead) :]
-            idx, guess = found[:, :T], found[:, 1 : T + 1]
+            guess = F.pad(torch.stack(found), (0, 1))[:, 1 : T + 1]
             guess = guess + (idx * 37 % 100 < 100 * wrong).long()
             logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320))
             logits += 4 * F.one_hot(guess, 320)
             return (-logits if self.training else logits)[:, positions]
 
-    def encode(text):  # some pairs of digits are one token, as GPT-2's tokenizer has it
-        parts = re.findall(r"[0-4]\d|.", text, re.DOTALL)
-        return [256 + int(part) if len(part) == 2 else ord(part) for part in parts]
-
-    torch.rand(1)  # a seed that an earlier call has set would be no change
     model, state = Model().train(training), torch.get_rng_state()
     model.weight = nn.Parameter(torch.zeros(1))
-    result = module.task_accuracy(model, Task(encode), 400, trials, seed)
+    result = module.task_accuracy(model, Task(), 40, trials, seed)
     result["mode"] = model.training == training
     result["random"] = torch.equal(torch.get_rng_state(), state)
-    return json.loads(json.dumps({key: result[key] for key in keys}))  # what json can hold
+    return [result[key] for key in keys]
 
 
-def embed(module, name, shape, q, k, v):
-    """An embedding's attention, also once loaded, scores, the gradient of what has least."""
+def embed(module, name, shape, qkv):
+    """Pairs of what must be equal in an embedding; and its scores and theta."""
 
-    def new(seed):
-        torch.manual_seed(seed)
-        return getattr(module, name)(**shape)
+    def attend(pos, qkv):
+        q, k, v = qkv.clone()
+        return pos.attend(*pos.rotate(q, k), v)
 
-    def attend(pos):
-        return pos.attend(*pos.rotate(q.clone(), k.clone()), v.clone())
-
-    pos, loaded = new(0), new(1)
-    attend(loaded)
+    torch.manual_seed(0)  # one that draws is known by what it draws
+    pos, loaded = (getattr(module, name)(**shape) for _ in range(2))
+    attend(loaded, qkv)
     loaded.load_state_dict(pos.state_dict())
-    y, parameters = attend(pos), [*pos.parameters()]
-    if parameters:
+    y, scores, T = attend(pos, qkv), pos.scores(qkv[0], qkv[1]).tril(), qkv.size(-2)
+    later = torch.ones(T, T).triu(1).bool()
+    other_later = attend(pos, torch.cat((qkv[..., :20, :], 1 + qkv[..., 20:, :]), dim=-2))
+    other_order = attend(pos, torch.cat((qkv[..., :-1, :].flip(-2), qkv[..., -1:, :]), dim=-2))
+    if parameters := [*pos.parameters()]:
         y.square().sum().backward()
-    largest = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in parameters]
-    values = {"attention": y, "scores": pos.scores(q, k).tril(), "loaded": attend(loaded)}
-    return values | {"gradient": min(largest, default=1.0)}
+    grads = [p.grad for p in parameters]
+    return {
+        "fused": [y, scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ qkv[2]],
+        "causal": [other_later[..., :20, :], y[..., :20, :]],
+        "position": [torch.allclose(other_order[..., -1, :], y[..., -1, :], atol=1e-3), False],
+        "saved": [attend(loaded, qkv), y],
+        "learns": [all(g is not None and g.isfinite().all() and g.any() for g in grads), True],
+        "scores": scores,
+        "theta": pos.theta,
+    }
 
 
-SPECIAL = {f.__name__: f for f in (training, task_accuracy, embed)}
+SPECIAL = {f.__name__: f for f in (train, rounding, statistics, task_accuracy, embed)}
+
+# --- its process
 
 
 def describe(e, file):
@@ -153,37 +148,38 @@ def describe(e, file):
 
 
 def leave(file, text, question, answer):
-    """In the new process: call what is asked, write {"value": ...} or {"error": ...}, and end."""
+    """In the new process: call what is asked, and save what ask returns."""
+    os.setsid()  # Ctrl-C ends the grading, and no student's answer is wrong by it
     for stream in (0, 1, 2):  # a student's file may print
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     if os.path.exists("/proc/self/statm"):  # Linux: other systems do not keep to this limit
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    signal.alarm(SECONDS)  # ends this process, wherever it is
     torch.seed()
+    module = sys.modules[file[:-3]] = ModuleType(file[:-3])
+    result = {}
     try:
-        module = sys.modules[file[:-3]] = ModuleType(file[:-3])
         exec(compile(text, file, "exec"), module.__dict__)
-        result = {"value": plain(call(module, *question)) if question else 0}
+        result["loaded"] = True
+        result["value"] = call(module, *question)
     except BaseException as e:  # whatever a student's code raises, SystemExit as well
-        result = {"error": describe(e, file)}
+        result["error"] = describe(e, file)
     torch.save(result, answer)
 
 
 def ask(file, text, *question):
-    """({"value": ...} or {"error": ...}) of a file's function; without a question of the file."""
+    """What a file's text answers: {"value": ...} or {"error": ...}, and "loaded" if it could be."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.pt")
-        if not (process := os.fork()):
-            try:
-                os.setsid()  # Ctrl-C ends the grading, and no student's answer is wrong by it
-                leave(file, text, question, answer)
-            finally:
-                os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        if code == -signal.SIGALRM:
-            return {"error": f"no end within {SECONDS} seconds"}
+        words = dict(target=leave, args=(file, text, question, answer), daemon=True)
+        process = multiprocessing.get_context("fork").Process(**words)
+        process.start()
+        process.join(SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return {"error": f"no end within {SECONDS} seconds", "loaded": True}
         try:
-            return torch.load(answer, weights_only=True)
+            return torch.load(answer, weights_only=False)  # it has run already: no less safe
         except Exception:  # whatever a half of a file makes torch raise
-            return {"error": "its process has ended: too much memory?"}
+            return {"error": "its process has ended: too much memory?", "loaded": True}

@@ -5,8 +5,7 @@ Points for what students hand in: folders, zips, or single files such as fope.py
     python assignments/grade.py handed_in/* --out points.csv    a table, too
     python assignments/grade.py --exercise 2                    a student's own files, here
 
-checks.py has the checks. A student's file runs in processes of its own (child.py). What they leave
-is compared here with what the right file gives. In a starter that is one in answers.zip.
+checks.py has the checks. A student's file runs in processes of its own (child.py).
 """
 
 import csv
@@ -15,98 +14,45 @@ import os
 import random
 import re
 import sys
-import traceback
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
-import child
 import torch
-from checks import CHECKS, FILES, Known, Pair, Wrong
+from checks import CHECKS, FILES, HandIn
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
-# a starter has the solutions there: a student's file is tried beside right ones
-sys.path.insert(1, str(Path(__file__).resolve().parent / "answers.zip"))
-
-import baselines
-import evaluation
-import fope
 from common import ArgumentParser, Refused, one_sentence_errors, write_atomically
-
-MOST = 2**20  # bytes of a file
-
-
-class Student:
-    """Calls functions of a file, unless it cannot be loaded, or three calls have not ended."""
-
-    def __init__(self, file, text):
-        self.file, self.text, self.slow, self.broken = file, text, 0, None
-        if reason := child.ask(file, text).get("error"):
-            self.broken = f"{file} cannot be loaded: {reason}"
-
-    def __call__(self, *question):
-        """The answer. Wrong: there is none, and why."""
-        if self.broken:
-            raise Wrong(self.broken)
-        answer = child.ask(self.file, self.text, *question)
-        if "error" in answer:
-            self.slow += answer["error"].startswith("no end")
-            if self.slow == 3:
-                self.broken = "three calls have not ended"
-            raise Wrong(answer["error"])
-        return answer["value"]
-
-
-def right(name, *args):
-    """What the right file gives: the same function of fope.py, evaluation.py or baselines.py."""
-    known = SimpleNamespace(**vars(fope) | vars(baselines))
-    module = {"task_accuracy": evaluation, "embed": known}.get(name, fope)
-    args = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
-    return child.plain(child.call(module, name, *args))
-
 
 # --- what was handed in
 
 
-def file_of(name):
-    """The file that a name stands for: also of "ada_123_fope.py", "fope (1).py", "Fope-2.py"."""
-    for file in FILES.values():
-        if re.fullmatch(rf"(.*[\W_\d])?{file[:-3]}([\W_\d]|copy)*\.py", name, re.I):
-            return file
-    return None
+# also "ada_123_fope.py", "fope (1).py", "Fope-2.py"
+STEMS = "|".join(file.removesuffix(".py") for file in FILES.values())
+NAME = re.compile(rf"(?:.*[\W_\d])?({STEMS})(?:[\W_\d]|copy)*\.py", re.I)
 
 
 def read_submission(path):
     """{file: bytes} of what sheets ask for, from a folder, a zip or a file. Else Refused."""
     try:
-        if path.suffix.lower() == ".zip":  # nothing is unpacked; Windows may write a\b
+        if path.suffix.lower() == ".zip":  # nothing is unpacked
             archive = zipfile.ZipFile(path)
-            found = {name.replace("\\", "/"): name for name in archive.namelist()}
-            texts = read_best(found, archive.open)
+            found = {name: lambda name=name: archive.read(name) for name in archive.namelist()}
         elif path.is_dir():
             some = [p for depth in ("*", "*/*", "*/*/*") for p in path.glob(depth) if p.is_file()]
-            found = {p.relative_to(path).as_posix(): p for p in some}
-            texts = read_best(found, lambda p: p.open("rb"))
+            found = {p.relative_to(path).as_posix(): p.read_bytes for p in some}
         else:
-            texts = read_best({path.name: path}, lambda p: p.open("rb"))
+            found = {path.name: path.read_bytes}
+        texts = {}
+        # of several files the one that is least deep and whose name is plainest
+        parts = {name: name.replace("\\", "/").split("/") for name in found}  # Windows has a\b
+        for name in sorted(found, key=lambda name: (len(parts[name]), len(name), name)):
+            hidden = any(part.startswith((".", "__MACOSX")) for part in parts[name])
+            if (match := NAME.fullmatch(parts[name][-1])) and not hidden:
+                file = match[1].lower() + ".py"
+                texts[file] = texts.get(file) or found[name]()
     except Exception as e:  # whatever a foreign file makes zipfile or the system raise
         raise Refused(f"it cannot be read: {e!r}") from None
     if not texts:
         raise Refused(f"it has none of {', '.join(sorted({*FILES.values()}))}")
-    if any(len(text) > MOST for text in texts.values()):
-        raise Refused(f"a file in it has more than {MOST:,} bytes")
-    return texts
-
-
-def read_best(found, open_file):
-    """Of several the one that is least deep and whose name is plainest. What is hidden is not."""
-    texts = {}
-    for name in sorted(found, key=lambda name: (name.count("/"), len(name), name)):
-        hidden = any(part[:1] == "." or part == "__MACOSX" for part in name.split("/"))
-        file = file_of(name.split("/")[-1])
-        if file and not hidden and file not in texts:
-            with open_file(found[name]) as f:
-                texts[file] = f.read(MOST + 1)
     return texts
 
 
@@ -115,29 +61,17 @@ def read_best(found, open_file):
 
 def grade(path, checks, seed):
     """Of each check: sheet, name, points, of how many, and the reason where they are none."""
-    rows, pairs, unread = [], {}, None
+    rows, texts, unread = [], {}, ""
     try:
         texts = read_submission(Path(path))
-        pairs = {file: Pair(Student(file, text), right, seed) for file, text in texts.items()}
     except Refused as e:
         unread = str(e)
-    for sheet, most, name, sentence, function in checks:
-        file, points = FILES[sheet], 0
-        try:
-            if file not in pairs:
-                raise Known(unread or f"{file} is missing")
-            pairs[file].run(function)
-            points, reason = most, ""
-        except Wrong as e:
-            all_said = isinstance(e, Known) or pairs[file].student.broken
-            reason = str(e) if all_said else f"{sentence} ({e})"
-            if str(e).startswith("NotImplementedError: exercise"):
-                reason = "not written yet"
-        except (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            traceback.print_exc()  # if it is our own mistake, it is shown whole
-            reason = f"{sentence} (what comes back cannot be compared)"
+    hand_ins = {file: HandIn(file, text, seed) for file, text in texts.items()}
+    for sheet, points, *check in checks:
+        file = FILES[sheet]
+        reason = hand_ins[file].reason(*check) if file in texts else unread or f"{file} is missing"
         reason = "".join(c if c.isprintable() else " " for c in reason)  # it may be a student's
-        rows.append((sheet, name, points, most, reason))
+        rows.append((sheet, check[0], 0 if reason else points, points, reason))
     return rows
 
 
@@ -159,8 +93,8 @@ def as_csv(scores, sheets):
     table.writerow(["student", "points", *(f"sheet {sheet}" for sheet in sheets), "reasons"])
     for student, rows in scores.items():
         reasons = dict.fromkeys(f"{row[0]}: {row[4]}" for row in rows if row[4])
-        each = [total(rows, sheet) for sheet in sheets]
-        table.writerow([student, total(rows), *each, " | ".join(reasons)])
+        points = total(rows), *(total(rows, sheet) for sheet in sheets)
+        table.writerow([student, *points, " | ".join(reasons)])
     return out.getvalue()
 
 

@@ -73,7 +73,7 @@ def test_the_starter_has_all_but_the_functions_and_nothing_of_a_solution(starter
         for line in (line.strip() for line in removed):
             # shorter ones are also written elsewhere
             assert len(line) < 46 or not any(line in text for text in texts), line
-    for sheet, names in checks.TO_WRITE.items():
+    for sheet, names in make.TO_WRITE.items():
         for name in names:
             stub = f'raise NotImplementedError("exercise {sheet}: {name} is'
             assert stub in (starter / checks.FILES[sheet]).read_text()
@@ -92,8 +92,9 @@ def test_links_and_files_named_in_the_starter_are_there(starter):
     for file in {*checks.FILES.values()}:
         named = re.findall(r"[\w/]+\.(?:py|md|html|ipynb)\b", (starter / file).read_text())
         assert not {*named} - known, file
-    for sheet, names in checks.TO_WRITE.items():
+    for sheet, names in make.TO_WRITE.items():
         text = (starter / "assignments" / f"{sheet}.md").read_text()
+        names = [name.split(".")[-1] for name in names]
         words = *names, f"grade.py --exercise {sheet}", f"runs_out/see{sheet}"
         assert not [word for word in words if word not in text]
 
@@ -112,7 +113,7 @@ def test_the_starter_has_no_points_and_with_the_solution_all(starter, tmp_path):
     make.main([str(tmp_path / "given"), "--given", "1", "4"])
     shown = command("assignments/grade.py", "--exercise", "1", "3", "4", cwd=tmp_path / "given")[1]
     assert shown.startswith(".: 20 of 30\n")
-    assert (tmp_path / "given" / "README.md").read_text().count("solved already |") == 2
+    assert (tmp_path / "given" / "README.md").read_text().count("solved already") == 2
 
 
 @pytest.mark.slow
@@ -188,90 +189,84 @@ def test_right_solutions_have_full_marks_however_they_are_written(graded, way):
 
 
 # --- mistakes: what is replaced in a right solution, the points that are left, and a word or two of
-# the sentence that names it
+# the sentence that names it. Those of checks.MISTAKES lose what is at stake where they are found
 
 TURN = "    x1, x2 = x.float().chunk(2, dim=-1)\n"
-PAIRS = "x1 * cos - x2 * sin, x2 * cos + x1 * sin"
 MISTAKES = {
     # holes where right values hide broken code
-    "numpy": (1, TURN, TURN.replace("x.float()", "torch.tensor(x.detach().float().numpy())"), 8,
-              "No gradient"),
-    "no_grad": (1, "def apply_rotation", "@torch.no_grad()\ndef apply_rotation", 8, "No gradient"),
-    "in place": (1, TURN, TURN + "    x *= 1.0 + 1e-6\n", 8, "in place"),
-    "loops": (1, TURN, "    for i in range(x.numel()):\n        x[..., 0, 0] * 1.0 + 0.0\n" + TURN,
-              8, "too slow"),
-    "KERPLE renamed": (6, "class MyEmbedding(RoPE):", "from baselines import KERPLE\n\n\n"
-                       "class MyEmbedding(KERPLE):\n    pass\n\n\nclass Other(RoPE):", 0, "KERPLE"),
-    "theta 9000": (6, "class MyEmbedding(RoPE):", "class MyEmbedding(RoPE):\n"
-                   "    def __init__(self, theta=0, **kwargs):\n"
-                   "        super().__init__(theta=9000.0, **kwargs)\n\n\nclass Other(RoPE):", 0,
-                   "theta = 9000"),
-    "RoPE itself": (6, "half = self.n_head // 2", "half = self.n_head", 0, "RoPE"),
-    # sheet 1
-    "sine and cosine": (1, "angles.cos(), angles.sin()", "angles.sin(), angles.cos()", 8,
-                        "swapped"),
-    "degrees": (1, "    return angles.cos", "    angles = angles.rad2deg()\n    return angles.cos",
-                8, "degrees"),
-    "one off": (1, "torch.arange(T).float()", "torch.arange(1, T + 1).float()", 8, "one off"),
-    "neighbours": (1, f"""{TURN}    return torch.cat(({PAIRS}), dim=-1).type_as(x)""",
-                   f"""    x1, x2 = x.float()[..., ::2], x.float()[..., 1::2]
-    x1, x2 = {PAIRS}
-    return torch.stack((x1, x2), -1).flatten(-2).type_as(x)""", 7, "Neighbours"),
-    "backwards": (1, PAIRS, "x1 * cos + x2 * sin, x2 * cos - x1 * sin", 7, "other way"),
-    "in bf16": (1, TURN, "    x1, x2 = x.chunk(2, dim=-1)\n"
-                "    cos, sin = cos.type_as(x), sin.type_as(x)\n", 9, "bf16"),
-    # sheet 2
-    "slopes from 0": (2, "for h in range(1, p + 1)", "for h in range(p)", 8, "h = 1"),
-    "scaled twice": (2, "is_causal=True, scale=1.0)", "is_causal=True)", 7, "scaled twice"),
-    "sees later keys": (2, "is_causal=True, scale=1.0)", "scale=1.0)", 7, "after it"),
-    "one column": (2, "(j // 256 * 256, j % 256)", "(j, 0 * j)", 9, "two columns"),
-    "a mask": (2, """\
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)""", """\
-        T = q.size(-2)
-        mask = torch.zeros(1, 4, T, T).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-        y = F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype), scale=1.0)""", 8, "T x T"),
-    "detached": (2, "        y = F.scaled", "        k = k.detach()\n        y = F.scaled", 9,
+    "numpy": (1, {TURN: TURN.replace("x.float()", "torch.tensor(x.detach().float().numpy())")}, 8,
+              "gradient"),
+    "no_grad": (1, {"def apply_rotation": "@torch.no_grad()\ndef apply_rotation"}, 8, "gradient"),
+    "half detached": (1, {TURN: TURN + "    x2 = x2.detach()\n"}, 8, "gradient"),
+    "in place": (1, {TURN: TURN + "    x *= 1.0 + 1e-6\n"}, 8, "in place"),
+    "loops": (1, {TURN: "    for i in range(x.numel()):\n        x[..., 0, 0] * 1.0 + 0.0\n"
+              + TURN}, 8, "too slow"),
+    "detached": (2, {"        y = F.scaled": "        k = k.detach()\n        y = F.scaled"}, 9,
                  "gradient"),
-    # sheet 3
-    "zeros": (3, "freqs[freqs >= 2 * math.pi / train_len]",
-              "freqs * (freqs >= 2 * math.pi / train_len)", 5, "shorter"),
-    "half a turn": (3, "freqs >= 2 * math.pi", "freqs >= math.pi", 5, "Half a turn"),
-    "strict": (3, "freqs[freqs >= 2", "freqs[freqs > 2", 7, "exactly one turn"),
-    "always 512": (3, "2 * math.pi / train_len", "2 * math.pi / 512", 5, "512"),
-    "sorted": (3, "2 * math.pi / train_len]",
-               "2 * math.pi / train_len].sort(descending=True)[0]", 8, "order"),
-    # sheet 4
-    "constant sine 0": (4, "F.pad(sin, (0, n_constant), value=sin_pad)",
-                        "F.pad(sin, (0, n_constant))", 8, "sin_pad"),
-    "no stride": (4, "math.ceil(self.n_kept / K)", "1", 9, "ceil"),
-    "xavier in 2-D": (4, "nn.init.xavier_normal_(noise, gain=self.sigma)",
-                      "torch.stack([nn.init.xavier_normal_(x, self.sigma) for x in noise])", 9,
-                      "two dimensions"),
-    # sheet 5
-    "logits off by one": (5, "model(tokens[:, :-1], ", "model(tokens, ", 7, "one position off"),
-    "another generator": (5, "default_rng((seed, length))", "default_rng(seed)", 5, "default_rng"),
-    "one length for all": (5, "right[r, -n:].all(), right[r, -n:]", "right[r].all(), right[r]", 8,
+    "KERPLE renamed": (6, {"class MyEmbedding(RoPE):": "from baselines import KERPLE\n\n\n"
+                       "class MyEmbedding(KERPLE):\n    pass\n\n\nclass Other(RoPE):"}, 0,
+                       "kerple"),
+    "FoPE renamed": (6, {"class MyEmbedding(RoPE):": "from fope import FoPE\n\n\n"
+                     "class MyEmbedding(FoPE):\n    pass\n\n\nclass Other(RoPE):"}, 0, "fope"),
+    "theta 9000": (6, {"class MyEmbedding(RoPE):": "class MyEmbedding(RoPE):\n"
+                   "    def __init__(self, theta=0, **kwargs):\n"
+                   "        super().__init__(theta=9000.0, **kwargs)\n\n\nclass Other(RoPE):"}, 0,
+                   "theta = 9000"),
+    "RoPE itself": (6, {"half = self.n_head // 2": "half = self.n_head"}, 0, "rope"),
+    # sheets 1 to 5
+    "degrees, otherwise": (1, {"    return angles.cos": "    angles = angles.rad2deg()\n"
+                           "    return angles.cos"}, 8, "degrees"),
+    "in bf16": (1, {TURN: "    x1, x2 = x.chunk(2, dim=-1)\n"
+                "    cos, sin = cos.type_as(x), sin.type_as(x)\n"}, 9, "bf16"),
+    "backwards in bf16": (1, {TURN: "    x1, x2 = x.chunk(2, dim=-1)\n"
+                          "    cos, sin = cos.type_as(x), -sin.type_as(x)\n"}, 6, "other way"),
+    "slopes from 0": (2, {"for h in range(1, p + 1)": "for h in range(p)"}, 8, "h = 1"),
+    "one column": (2, {"(j // 256 * 256, j % 256)": "(j, 0 * j)"}, 9, "two columns"),
+    "a mask": (2, {"        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)":
+               "        T = q.size(-2)\n"
+               "        later = torch.ones(1, 4, T, T).triu(1) * -1e30\n"
+               "        y = F.scaled_dot_product_attention(q, k, v, later.to(q.dtype), scale=1.0)"},
+               8, "T x T"),
+    "strict": (3, {"freqs[freqs >= 2": "freqs[freqs > 2"}, 7, "exactly one turn"),
+    "sorted": (3, {"train_len]": "train_len].sort(descending=True)[0]"}, 8, "order"),
+    "constant sine 0": (4, {"F.pad(sin, (0, n_constant), value=sin_pad)":
+                        "F.pad(sin, (0, n_constant))"}, 8, "sin_pad"),
+    "no stride": (4, {"math.ceil(self.n_kept / K)": "1"}, 9, "ceil"),
+    "xavier of each": (4, {"nn.init.xavier_normal_(noise, gain=self.sigma)":
+                       "torch.stack([nn.init.xavier_normal_(x, self.sigma) for x in noise])"}, 9,
+                       "two dimensions"),
+    "uniform": (4, {"nn.init.normal_(noise, std=self.sigma)":
+                "noise.uniform_(-1, 1) * self.sigma * 3**0.5"}, 9, "Normal"),
+    "another generator": (5, {"rng((seed, length))": "rng(seed)"}, 5, "default_rng"),
+    "one length for all": (5, {"right[r, -n:].all(), right[r, -n:]": "right[r].all(), right[r]"}, 8,
                            "differ in length"),
-    "training mode": (5, "    model.eval()\n    samples", "    samples", 9, "eval mode"),
+    "training mode": (5, {"    model.eval()\n    samples": "    samples"}, 9, "eval mode"),
+    "arrays": (5, {"exact.astype(int).tolist()": "exact.astype(int)"}, 8, "ndarray"),
     # sheet 6
-    "attend is not scores": (6, "    def rotate", "    def scores(self, q, k):\n"
-                             "        return 1.1 * super().scores(q, k)\n\n    def rotate", 6,
+    "attend is not scores": (6, {"    def rotate": "    def scores(self, q, k):\n"
+                             "        return 1.1 * super().scores(q, k)\n\n    def rotate"}, 6,
                              "softmax"),
-    "not saved": (6, "half = self.n_head // 2",
-                  "half = self.n_head // 2\n        if not hasattr(self, 'draw'):\n"
-                  "            self.draw = torch.rand(16)\n        k = k * self.draw", 8, "buffer"),
-    "a look ahead": (6, "turned = zip", "k = k + k.mean(-2, True)\n        turned = zip", 8,
+    "not saved": (6, {"half = self.n_head // 2": "half = self.n_head // 2\n"
+                  "        if not hasattr(self, 'draw'):\n"
+                  "            self.draw = torch.rand(16)\n        k = k * self.draw"}, 8,
+                  "buffer"),
+    "a look ahead": (6, {"turned = zip": "k = k + k.mean(-2, True)\n        turned = zip"}, 8,
                      "before it"),
 }  # fmt: skip
+for sheet, points, name, *_ in checks.CHECKS:
+    for said, changes in checks.MISTAKES.get(name, []):
+        MISTAKES[f"{said} {changes}"] = sheet, changes, 10 - points, said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_lose_what_they_deserve_and_are_named(graded, mistake):
-    sheet, right, wrong, left, words = MISTAKES[mistake]
+    sheet, changes, left, words = MISTAKES[mistake]
     text = original(checks.FILES[sheet])
-    assert right in text
-    points, reasons = graded(sheet, text.replace(right, wrong, 1))
+    for right, wrong in changes.items():
+        assert right in text
+        text = text.replace(right, wrong, 1)
+    points, reasons = graded(sheet, text)
     assert points == left and any(words in reason for reason in reasons), (points, reasons)
 
 
@@ -354,13 +349,10 @@ def test_other_files_are_not_taken_for_it_and_that_is_said(tmp_path, name):
         grade.read_submission(tmp_path)
 
 
-def test_a_zip_that_is_none_or_too_large_is_refused(tmp_path):
+def test_a_zip_that_is_none_is_refused(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"PK\3\4 no zip")
-    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("fope.py", b"\0" * 2**24)
-    for name in ("a.zip", "b.zip"):
-        with pytest.raises(grade.Refused):
-            grade.read_submission(tmp_path / name)
+    with pytest.raises(grade.Refused):
+        grade.read_submission(tmp_path / "a.zip")
 
 
 def test_a_reason_is_no_formula_of_a_spreadsheet():
