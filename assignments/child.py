@@ -143,8 +143,8 @@ SPECIAL = {f.__name__: f for f in (train, rounding, statistics, task_accuracy, e
 def describe(e, file):
     """An exception in one line, with the last line of the student's file that it came through."""
     lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
-    line = e.lineno if isinstance(e, SyntaxError) else (lines or ["?"])[-1]
-    return f"{type(e).__name__}: {e}".split("\n")[0][:200] + f" ({file}, line {line})"
+    where = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says it by itself
+    return f"{type(e).__name__}: {e}".split("\n")[0][:200] + where
 
 
 def leave(file, text, question, answer):

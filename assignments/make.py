@@ -44,15 +44,13 @@ def without_solutions(text, file, given):
     for sheet in {sheet for sheet in TO_WRITE if FILES[sheet] == file} - {*given}:
         for name in HIDDEN.get(sheet, []) + TO_WRITE[sheet]:
             node, lines = find(text, name), text.split("\n")
-            start, stub = node.lineno - 1, []
             if name in TO_WRITE[sheet]:
-                start, stub = node.body[0].lineno - 1, [" " * node.body[0].col_offset]
-                stub[0] += (
-                    f'raise NotImplementedError("exercise {sheet}: {name} is yours to write")'
-                )
-                if ast.get_docstring(node):
-                    start = node.body[0].end_lineno
-            lines[start : node.end_lineno] = stub
+                first = node.body[0]
+                start = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
+                stub = f'raise NotImplementedError("exercise {sheet}: {name} is yours to write")'
+                lines[start : node.end_lineno] = [" " * first.col_offset + stub]
+            else:
+                del lines[node.lineno - 1 : node.end_lineno]
             text = "\n".join(lines)
     return text.replace(" FoPERelative in paper/readings.py is the\n    equations' own.", "")
 
