@@ -177,9 +177,10 @@ CHECKS = [
      lambda the: [("apply_rotation", the.randn(2, 3, 9, 16), the.randn(*shape), the.randn(*shape))
                   for shape in ((9, 8), (3, 9, 8))]),
     (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.",
-     lambda the: [("rounding", "apply_rotation", the.randn(90, 16), *the.randn(2, 90, 8))]),
+     lambda the: [("rounding", "apply_rotation", the.randn(1, 2, 90, 16), *the.randn(2, 90, 8))]),
     (1, 2, "in training", "A training cannot use it.",
-     lambda the: [("train", 1, "apply_rotation", the.randn(4, 512, 64), *the.randn(2, 512, 32))]),
+     lambda the: [("train", 1, "apply_rotation", the.randn(1, 4, 512, 64),
+                   *the.randn(2, 512, 32))]),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
      lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
     (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",

@@ -69,9 +69,10 @@ def rounding(module, name, x, *args):
 def statistics(module, name, *args):
     """What random numbers have in common, as logarithms where sizes count, and if they are new."""
     first, second = (call(module, name, *args).double() for _ in range(2))
-    std, size = first.std(), first.abs().mean()
     new = not torch.equal(first, second) and not torch.equal(first[0], first[1])
-    return [torch.tensor(first.shape), first.mean() / std, std.log(), (size / std).log(), new]
+    x = torch.stack((first, second))
+    std, size = x.std(), x.abs().mean()
+    return [torch.tensor(x.shape), x.mean() / std, std.log(), (size / std).log(), new]
 
 
 def task_accuracy(module, keys, wrong, trials, seed, training):
