@@ -153,10 +153,7 @@ def accuracy(the, *keys, wrong=0.1, trials=24, training=False):
 
 
 def embed(the, part):
-    """
-    No answer is right for sheet 6. But this part of MyEmbedding must be one of an embedding, and it
-    must be none that the project has.
-    """
+    """This part of MyEmbedding must be an embedding's, and of none that the project has."""
     shape, qkv = dict(head_dim=16, n_head=4, train_len=40), the.randn(3, 2, 4, 60, 16)
     mine = the.student("embed", "MyEmbedding", shape, qkv)
     shape["theta"] = mine["theta"]

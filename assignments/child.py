@@ -183,7 +183,4 @@ def ask(file, text, *question):
         try:
             return torch.load(answer, weights_only=False)  # it has run already: no less safe
         except Exception:  # whatever a half of a file makes torch raise
-            return {
-                "error": "nothing that can be read comes back: too much memory?",
-                "loaded": True,
-            }
+            return {"error": "nothing readable comes back: too much memory?", "loaded": True}
