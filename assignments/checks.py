@@ -1,270 +1,279 @@
 """
-What is checked of each exercise, for how many points, and the likely mistake where it is wrong.
+What is checked of each sheet, for how many points, and the sentence where it is wrong.
 
-A check is (exercise, points, name, likely mistake, function of a Pair). Pair.student(name, *args)
-calls a function of the student's in another process, Pair.right is what the project's function
-gives for the same. The function of a check gives questions (name, *args), to each of which the
-student's answer must be the right one, or raises Wrong. Only a check that ends without an exception
-gives its points. Each function is asked alone, on inputs of the check's own: a mistake in one
-function costs nothing in another.
+CHECKS is the table: (sheet, points, name, sentence, function of a HandIn). The function gives
+questions (name, *args), to which the student's answer must be that of the right file, or raises
+Wrong. Each function is asked alone, on inputs of its own: a mistake costs nothing in another.
+
+MISTAKES are the usual ones. A student who answers as the right file does with one of them is told
+which it is. It costs once: later questions to that function compare with the same mistake.
 """
 
+import inspect
 import math
 import sys
-from dataclasses import dataclass
+import traceback
 from pathlib import Path
 
+import child
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+# a starter has the solutions there: a student's file is tried beside right ones
+sys.path.insert(1, str(Path(__file__).resolve().parent / "answers.zip"))
 
-TITLES = {
-    1: "RoPE: frequencies and rotation",
-    2: "ALiBi without a mask",
-    3: "The floor",
-    4: "The Fourier series",
-    5: "Passkeys in one forward pass",
-    6: "An embedding of your own",
-}
-FILES = dict.fromkeys(TITLES, "fope.py") | {5: "evaluation.py", 6: "mine.py"}
+import baselines
+import evaluation
+import fope
+
+FILES = dict.fromkeys([1, 2, 3, 4], "fope.py") | {5: "evaluation.py", 6: "mine.py"}
+RIGHT = {"fope.py": inspect.getsource(fope), "evaluation.py": inspect.getsource(evaluation)}
+RIGHT["mine.py"] = "from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
 
 
 class Wrong(Exception):
-    """Why a check gives no points: one sentence for the student."""
+    """Why a check gives no points."""
 
 
-@dataclass
-class Pair:
-    """A student's functions, the right answers, and random inputs."""
+class Known(Wrong):
+    """The same, where the sentence says all."""
 
-    student: callable
-    right: callable
-    seed: int
 
-    def __post_init__(self):
-        self.generator = torch.Generator().manual_seed(self.seed)
+class HandIn:
+    """A student's file, the right one, and random numbers."""
+
+    def __init__(self, file, text, seed):
+        self.file, self.text, self.slow = file, text, 0
+        self.followed = {}  # {function: what is replaced in the right file}
+        self.generator = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.generator)
 
-    def run(self, function):
-        for question in function(self) or []:
-            compare(self.student(*question), self.right(*question), question[0])
+    def integers(self, low, high, n=1):
+        """n integers of low .. high."""
+        return torch.randint(low, high + 1, (n,), generator=self.generator).tolist()
+
+    def student(self, *question):
+        """The student's answer. Wrong: there is none, and why."""
+        if self.slow == 3:
+            raise Known("three calls have not ended")
+        answer = child.ask(self.file, self.text, *question)
+        if "value" in answer:
+            return answer["value"]
+        reason = answer["error"]
+        self.slow += reason.startswith("no end")
+        if "loaded" not in answer:
+            raise Known(f"{self.file} cannot be loaded: {reason}")
+        raise Known("not written yet") if reason.startswith("NotImpl") else Wrong(reason)
+
+    def right(self, *question, changes=None):
+        """The right file's answer, or with changes, or with the mistake that the student has."""
+        text = RIGHT[self.file]
+        for old, new in (changes or self.followed.get(question[0], {})).items():
+            text = text.replace(old, new, 1)
+        return child.ask(self.file, text, *question)["value"]
+
+    def ask(self, question, mistakes):
+        """Wrong, if the student's answer is not the right one."""
+        got = self.student(*question)
+        wrong = difference(got, self.right(*question), question[0])
+        for sentence, changes in mistakes if wrong else []:
+            if not difference(got, self.right(*question, changes=changes), question[0]):
+                self.followed[question[0]] = changes
+                raise Known(sentence)
+        if wrong:
+            raise Wrong(wrong)
+
+    def reason(self, name, sentence, function):
+        """Why a check gives no points; "" if it does."""
+        try:
+            for question in function(self) or []:
+                self.ask(question, MISTAKES.get(name, []))
+            return ""
+        except Known as e:
+            return str(e)
+        except Wrong as e:
+            return f"{sentence} ({e})"
+        except Exception:
+            traceback.print_exc()  # if it is our own mistake, it is shown whole
+            return f"{sentence} (what comes back cannot be compared)"
 
 
-def compare(got, right, name, atol=5e-4):
-    """Wrong unless got is what is right, up to atol, in bf16 0.03, and nested like it."""
-    kinds = int | float, torch.Tensor, list | tuple, dict
-    if not any(isinstance(got, kind) and isinstance(right, kind) for kind in kinds):
-        if got is not right:  # None
-            raise Wrong(f"{name} gives {type(got).__name__} {str(got)[:40]}")
-    elif isinstance(right, dict):
-        for key in right:
-            compare(got.get(key), right[key], f"{name}, {key},", atol)
-    elif isinstance(right, torch.Tensor):
-        if got.shape != right.shape:
-            raise Wrong(f"{name}: the shape is {tuple(got.shape)}, not {tuple(right.shape)}")
-        off = (got.double() - right.double()).abs()
-        most = max(atol, 0.03) if right.dtype == torch.bfloat16 else atol
-        if not (off <= most).all():  # nor where it is nan
-            raise Wrong(f"{name}: values are off by up to {off.max():.3g}")
-    elif isinstance(right, list | tuple):
-        if len(got) != len(right):
-            raise Wrong(f"{name} gives {len(got)} values, not {len(right)}")
-        for x, y in zip(got, right, strict=True):
-            compare(x, y, name, atol)
-    elif not abs(got - right) <= atol:
-        raise Wrong(f"{name} is {got:.4g}, not {right:.4g}")
+def difference(got, right, name):
+    """Why got is not what is right, up to rounding, and nested like it; "" if it is."""
+    if isinstance(right, list | tuple) and isinstance(got, list | tuple) and len(got) == len(right):
+        pairs = zip(got, right, strict=True)
+        return next((wrong for x, y in pairs if (wrong := difference(x, y, name))), "")
+    if isinstance(got, str) and isinstance(right, str):
+        return got
+    if not all(isinstance(x, int | float | torch.Tensor) for x in (got, right)):
+        return f"{name} gives {type(got).__name__} {str(got)[:40]}"
+    got, right = torch.as_tensor(got), torch.as_tensor(right)
+    if got.shape != right.shape:
+        return f"{name}: the shape is {tuple(got.shape)}, not {tuple(right.shape)}"
+    off = (got.double() - right.double()).abs()
+    coarse = right.dtype == torch.bfloat16 or name == "statistics"
+    same = (off <= (0.03 if coarse else 1e-3)).all()  # not where it is nan
+    return "" if same else f"{name}: values are off by up to {off.max():.3g}"
 
 
-ALIBI = dict(head_dim=8, n_head=4, train_len=40, theta=10000.0)
-ALIBI |= {"slopes": torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])}
+# --- what is asked
+
 FOPE = dict(head_dim=64, n_head=8, n_table=8, train_len=512, theta=10000.0, sigma=0.3, sin_pad=1.0)
 PAPER, RELEASED = (FOPE | dict(variant=variant, n_kept=16) for variant in ("paper", "released"))
-FREQS = torch.tensor([1.0, 0.6, 0.2, 0.05, 2.9, 0.003])
 
 
-def series(the, coef, n_pairs, sin_pad, T):
+def freqs(the, n):
+    """n frequencies of 0.003 .. 3, in no order."""
+    return 3 * 10 ** (-3 * torch.rand(n, generator=the.generator))
+
+
+def alibi(the):
+    """The fields of an ALiBi of 4 heads. Powers of two: bf16 holds them exactly."""
+    slopes = 0.5 ** torch.tensor(the.integers(1, 8, n=4)).float()
+    return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, slopes=slopes)
+
+
+def series(the, n_pairs, sin_pad, T):
     """fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
-    cos, sin = the.right("rotation_tables", FREQS, T)
-    return "fourier_tables", cos, sin, coef(3, 6, 5), coef(3, 6, 5), n_pairs, sin_pad
+    angles = torch.arange(T)[:, None] * freqs(the, 6)
+    coefs = the.randn(2, 3, 6, 5)
+    return "fourier_tables", angles.cos(), angles.sin(), *coefs, n_pairs, sin_pad
 
 
-def accuracy(wrong, *keys, trials=24, seed=3, training=False):
+def noise(the, fields):
+    fields = fields | {"sigma": the.integers(2, 8)[0] / 10}
+    return [("statistics", "FoPE.draw_noise", fields, 64, 64)]
+
+
+def accuracy(the, *keys, wrong=0.1, trials=24, training=False):
     """task_accuracy of a model that takes a share of the tokens for others."""
-    return "task_accuracy", wrong, trials, seed, training, keys
+    return "task_accuracy", keys, wrong, trials, the.integers(1, 10**6)[0], training
+
+
+def embed(the, part):
+    """This part of MyEmbedding must be an embedding's, and of none that the project has."""
+    shape, qkv = dict(head_dim=16, n_head=4, train_len=40), the.randn(3, 2, 4, 60, 16)
+    mine = the.student("embed", "MyEmbedding", shape, qkv)
+    shape["theta"] = mine["theta"]
+    for name in baselines.POSITION_EMBEDDINGS:
+        known = the.right("embed", name, shape, qkv)
+        if not difference(mine["scores"], known["scores"], "scores"):
+            raise Known(f"It is {name} with theta = {mine['theta']:.0f}: not your own yet.")
+    if wrong := difference(*mine[part], part):
+        raise Wrong(wrong)
 
 
 CHECKS = [
-    # 1. RoPE
-    (1, 2, "frequencies",
-     "Frequencies are theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1: 1 comes first.",
-     lambda the: [("rope_freqs", 8, 10000.0), ("rope_freqs", 64, 500.0)]),
-    (1, 3, "tables",
-     "Position t turns by t w_m in radians, from t = 0 on: two tables (T, len(freqs)).",
-     lambda the: [("rotation_tables", FREQS, T) for T in (1, 40, 2048)]),
-    (1, 4, "rotation",
-     "Dimension m turns together with m + head_dim/2, in the direction of e^{+i w t}.",
+    (1, 2, "frequencies", "rope_freqs: theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1: 1 is first.",
+     lambda the: [("rope_freqs", 2 * d, 100.0 * d) for d in the.integers(3, 40, n=3)]),
+    (1, 2, "tables", "rotation_tables: cosine and sine of t w_m, t = 0 .. T-1, (T, len(freqs)).",
+     lambda the: [("rotation_tables", freqs(the, 6), T) for T in (1, 12, 2048)]),
+    (1, 3, "rotation", "apply_rotation: multiply x1 + i x2 by cos + i sin, x1 the first half.",
      lambda the: [("apply_rotation", the.randn(2, 3, 9, 16), the.randn(*shape), the.randn(*shape))
                   for shape in ((9, 8), (3, 9, 8))]),
-    # 2. ALiBi
+    (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.",
+     lambda the: [("rounding", "apply_rotation", the.randn(1, 2, 90, 16), *the.randn(2, 90, 8))]),
+    (1, 2, "in training", "A training cannot use it.",
+     lambda the: [("train", 1, "apply_rotation", the.randn(1, 4, 512, 64),
+                   *the.randn(2, 512, 32))]),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
-     lambda the: [("alibi_slopes", n_head) for n_head in (1, 2, 8, 16)]),
-    (2, 1, "slopes in between",
-     "Where n_head is no power of two, see the docstring: 12 heads have those of 8 first.",
-     lambda the: [("alibi_slopes", n_head) for n_head in (3, 7, 12)]),
-    (2, 1, "scores",
-     "scores() is q.k / sqrt(head_dim) minus m_h (i - j), for each head its own m_h.",
-     lambda the: [("ALiBi.scores", ALIBI, *the.randn(2, 2, 4, 9, 8))]),
-    (2, 2, "attention",
-     "attend() is the softmax of these scores over keys j <= i, times v. Is q scaled once?",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
-    (2, 1, "gradients",
-     "Wrong as in 'attention', or attend() has other gradients: a part detached, or no_grad?",
-     lambda the: [("gradients", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 30, 8))]),
-    (2, 3, "memory",
-     "Wrong as in 'attention', or a T x T matrix: with 8192 tokens it has 256 MB a head.",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 8192, 8))]),
-    (2, 1, "bf16",
-     "Wrong as in 'attention', or rounded: bf16 holds j only up to 256, two columns hold more.",
-     lambda the: [("ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8).bfloat16()),
-                  ("autocast", "ALiBi.attend", ALIBI, *the.randn(3, 1, 4, 2048, 8))]),
-    # 3. the floor
-    (3, 4, "floor",
-     "Keep w >= 2 pi / train_len: whole cycles in the TRAINING length, and nothing else.",
-     lambda the: [("above_floor", the.right("rope_freqs", 64), n) for n in (16, 40, 512, 4096)]),
+     lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
+    (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",
+     lambda the: [("alibi_slopes", n) for n in (3, 7, *the.integers(17, 31))]),
+    (2, 1, "scores", "scores() is q.k / sqrt(head_dim) - m_h (i - j): less for keys far back.",
+     lambda the: [("ALiBi.scores", alibi(the), *the.randn(2, 2, 4, 9, 8))]),
+    (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
+     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
+    (2, 2, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: do without.",
+     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 8192, 8))]),
+    (2, 1, "bf16", "Rounded: bf16 holds j only up to 256, two columns hold more.",
+     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 2048, 8).bfloat16())]),
+    (2, 1, "in training", "A training cannot use it.",
+     lambda the: [("train", 3, "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 512, 8))]),
+    (3, 5, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
+     lambda the: [("above_floor", freqs(the, 40).sort(descending=True)[0], n)
+                  for n in (16, *the.integers(50, 200), *the.integers(1000, 1500))]),
     (3, 2, "order", "The frequencies stay in the order in which they come.",
-     lambda the: [("above_floor", torch.tensor([0.5, 1e-5, 3.0, 1e-6, 1.0]), 512)]),
-    (3, 2, "exactly", "A frequency of exactly 2 pi / train_len completes its cycle: it stays.",
-     lambda the: [("above_floor", torch.tensor([3.0, math.pi / 32, math.pi / 3200]), 64)]),
-    (3, 2, "of its length",
-     "The floor is that of the length it is given, whatever the frequencies are.",
-     lambda the: [("above_floor", torch.tensor([3.0, 0.01]), n) for n in (8, 50000)]),
-    # 4. the Fourier series
-    (4, 4, "sums",
-     "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k]; sin likewise.",
-     lambda the: [series(the, the.randn, 5, 0.0, T) for T in (1, 40, 200)]),
-    (4, 2, "constant pairs",
-     "The pairs that stand still come last, at all positions with cosine 1, sine sin_pad.",
-     lambda the: [series(the, torch.zeros, n, pad, 30)
-                  for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
-    (4, 1, "identity",
-     "Without a cut weight 1 is at d = k; random frequencies, d >= n_kept, have none.",
-     lambda the: [("FoPE.identity", fields, D, 16)
-                  for fields, D in ((PAPER, 16), (PAPER, 24), (RELEASED, 16))]),
-    (4, 1, "identity with stride",
-     "With more frequencies than series weight 1 is at every ceil(n_kept/K)-th frequency.",
-     lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16) for n in (18, 33, 40)]),
-    # 5. passkeys
-    (5, 1, "trials",
-     "One rng = np.random.default_rng((seed, length)); task.sample(length, rng) once a trial.",
-     lambda the: [accuracy(0.1, "distance", seed=n) for n in (3, 4)]),
-    (5, 3, "knows or not",
-     "A model that always knows the key scores 1, one that never does 0: is it off by one?",
-     lambda the: [accuracy(wrong, "accuracy", "token_accuracy", "trials") for wrong in (0.0, 1.0)]),
-    (5, 2, "right by trial",
-     "A trial is right if all its answer tokens are right. Answers differ in length.",
-     lambda the: [accuracy(0.1, "right", "token_accuracy", trials=40, seed=n) for n in (3, 4)]),
-    (5, 1, "answer_nll",
-     "answer_nll is the mean over trials of an answer's mean cross-entropy per token.",
-     lambda the: [accuracy(0.1, "answer_nll")]),
+     lambda the: [("above_floor", freqs(the, 20), 300)]),
+    (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
+     lambda the: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
+                  for n in the.integers(5, 12)]),
+    (4, 4, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
+     lambda the: [series(the, 5, 0.0, T) for T in (1, 40, 200)]),
+    (4, 2, "constant pairs", "The pairs that stand still come last: cosine 1, sine sin_pad.",
+     lambda the: [series(the, n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
+    (4, 1, "identity", "Weight 1 is at d = k; random frequencies, d >= n_kept, have none.",
+     lambda the: [("FoPE.identity", fields | {"n_kept": n}, D, n) for fields in (PAPER, RELEASED)
+                  for n in the.integers(6, 16) for D in (n, n + 5)]),
+    (4, 1, "stride", "With fewer series, K, weight 1 is at every ceil(n_kept/K)-th frequency.",
+     lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16)
+                  for n in (18, 33, *the.integers(34, 60))]),
+    (4, 1, "noise, paper", "Normal, with sigma as the std; anew each time.",
+     lambda the: noise(the, PAPER)),
+    (4, 1, "noise, released", "xavier_normal_ of the 3-D tensor with sigma as gain.",
+     lambda the: noise(the, RELEASED)),
+    (5, 1, "trials", "One default_rng((seed, length)); task.sample(length, rng) once a trial.",
+     lambda the: [accuracy(the, "distance") for _ in range(2)]),
+    (5, 3, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
+     lambda the: [accuracy(the, "accuracy", "token_accuracy", "trials", wrong=wrong)
+                  for wrong in (0.0, 1.0)]),
+    (5, 2, "right", "A trial is right if its whole answer is. Answers differ in length.",
+     lambda the: [accuracy(the, "right", "token_accuracy", trials=40) for _ in range(2)]),
+    (5, 1, "answer_nll", "The mean over trials of an answer's mean cross-entropy per token.",
+     lambda the: [accuracy(the, "answer_nll")]),
     (5, 1, "by depth", "Depth 0.37 is in bin 3 of 10.",
-     lambda the: [accuracy(0.1, "trials_by_depth")]),
-    (5, 1, "eval mode",
-     "The model must answer in eval mode, without dropout, whatever mode it was in.",
-     lambda the: [accuracy(0.1, "accuracy", training=True)]),
-    (5, 1, "leaves no trace",
-     "The model is left in the mode in which it was, and torch's random state as it was.",
-     lambda the: [accuracy(0.1, "mode", "random", training=b) for b in (True, False)]),
+     lambda the: [accuracy(the, "trials_by_depth")]),
+    (5, 1, "eval mode", "The model must answer in eval mode, whatever mode it was in.",
+     lambda the: [accuracy(the, "accuracy", "token_accuracy", wrong=0.0, training=True)]),
+    (5, 1, "no trace", "The model's mode and torch's random state must be left as they were.",
+     lambda the: [accuracy(the, "mode", "random", training=b) for b in (True, False)]),
+    (6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.",
+     lambda the: embed(the, "fused")),
+    (6, 2, "causal", "A token may not change what is attended before it.",
+     lambda the: embed(the, "causal")),
+    (6, 1, "position", "The order of the tokens before the last must matter to it.",
+     lambda the: embed(the, "position")),
+    (6, 2, "saved", "A loaded model must be the saved one: is something random no buffer?",
+     lambda the: embed(the, "saved")),
+    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.",
+     lambda the: embed(the, "learns")),
 ]  # fmt: skip
 
-
-def check(exercise, points, name, mistake):
-    def add(function):
-        CHECKS.append((exercise, points, name, mistake, function))
-        return function
-
-    return add
-
-
-@check(1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.")
-def dtype(the):
-    question = "apply_rotation", the.randn(2, 90, 16).bfloat16(), the.randn(90, 8), the.randn(90, 8)
-    right, got = the.right(*question), the.student(*question)
-    compare(got, right, "apply_rotation")
-    if got.dtype != torch.bfloat16 or (got == right).double().mean() < 0.97:
-        raise Wrong("apply_rotation of bf16 is not the fp32 result, rounded to bf16")
-
-
-@check(4, 2, "noise", "Normal, of std sigma (paper) or xavier's in 3-D (released); anew each time.")
-def noise(the):
-    for fields in (PAPER, RELEASED):
-        question = "FoPE.draw_noise", fields, 64, 64
-        right, first, second = the.right(*question), *(the.student(*question) for _ in range(2))
-        compare([first, second], [right, right], "draw_noise", atol=math.inf)
-        draws = torch.stack((first[0], first[1], second[0])).double().flatten(1)
-        std, right_std = draws.std(), right.double().std()
-        if not abs(std / right_std - 1) < 0.05:
-            raise Wrong(f"{fields['variant']}: the std is {std:.4f}, not {right_std:.4f}")
-        beyond, off = (draws.abs() > 2 * std).double().mean(), abs(draws.mean() / right_std)
-        if not (0.03 < beyond < 0.06 and off < 0.05):
-            raise Wrong(f"{fields['variant']}: the noise is not normal, or its mean not 0")
-        if not (torch.corrcoef(draws) - torch.eye(3)).abs().max() < 0.1:
-            raise Wrong(f"{fields['variant']}: two calls or two heads have the same noise")
-
-
-# --- 6. an embedding of one's own: there is no right answer, but it must be one
-
-
-def embed(the, qkv):
-    """What MyEmbedding gives for q, k, v, if it is an embedding, and none that the project has."""
-    T, shape = qkv.size(-2), dict(head_dim=16, n_head=4, train_len=40)
-    mine = the.student("embed", "MyEmbedding", shape, *qkv)
-    like = {"attention": qkv[0], "loaded": qkv[0], "scores": torch.zeros(2, 4, T, T)}
-    compare(mine, like | {"gradient": 0.0}, "MyEmbedding", atol=math.inf)
-    for name in ("NoPE", "ALiBi", "RoPE", "FoPE"):
-        scores = the.right("embed", name, shape, *qkv)["scores"]
-        if (mine["scores"] - scores).tril().abs().max() < 1e-3:
-            raise Wrong(f"MyEmbedding gives what {name} gives: it is not your own yet")
-    return mine
-
-
-@check(6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.")
-def fused(the):
-    qkv = the.randn(3, 2, 4, 60, 16)
-    mine, later = embed(the, qkv), torch.ones(60, 60).triu(1).bool()
-    weights = mine["scores"].masked_fill(later, -torch.inf).softmax(dim=-1)
-    compare(mine["attention"], weights @ qkv[2], "attend")
-
-
-@check(6, 2, "causal", "A token may not change what is attended before it.")
-def causal(the):
-    qkv = the.randn(3, 2, 4, 30, 16)
-    first = embed(the, qkv)["attention"]
-    qkv[..., 20:, :] = 1.0
-    compare(embed(the, qkv)["attention"][..., :20, :], first[..., :20, :], "attend")
-
-
-@check(6, 1, "position", "The order of the tokens before the last must make a difference to it.")
-def position(the):
-    qkv = the.randn(3, 2, 4, 30, 16)
-    first = embed(the, qkv)["attention"]
-    qkv[..., :29, :] = qkv[..., :29, :].flip(-2)
-    if not (embed(the, qkv)["attention"] - first)[..., 29, :].abs().max() > 1e-3:
-        raise Wrong("the order of the tokens changes nothing")
-
-
-@check(6, 2, "saved", "A loaded model must be the saved one: is something random no buffer?")
-def saved(the):
-    mine = embed(the, the.randn(3, 2, 4, 30, 16))
-    compare(mine["loaded"], mine["attention"], "attend, once loaded")
-
-
-@check(6, 1, "learns", "Every parameter needs a gradient, or it does not learn.")
-def learns(the):
-    if not 0 < embed(the, the.randn(3, 2, 4, 30, 16))["gradient"] < math.inf:
-        raise Wrong("a parameter has no gradient")
-
-
-CHECKS.sort(key=lambda check: check[0])
+# usual mistakes at a check: what a student is told, and what makes it of the right file
+MISTAKES = {
+    "tables": [
+        ("Sine and cosine are swapped: cosine comes first.",
+         {"angles.cos(), angles.sin()": "angles.sin(), angles.cos()"}),
+        ("Angles are turned into degrees: torch computes in radians.",
+         {"torch.outer(torch": "180 / math.pi * torch.outer(torch"}),
+        ("Positions are one off: the first is 0, not 1.", {"arange(T)": "arange(1, T + 1)"}),
+    ],
+    "rotation": [
+        ("Neighbours (2m, 2m + 1) are the pairs, not (m, m + head_dim/2).",
+         {"chunk(2, dim=-1)": "unflatten(-1, (-1, 2)).unbind(-1)",
+          "cat((x1 *": "stack((x1 *", "dim=-1).type_as(x)": "dim=-1).flatten(-2).type_as(x)"}),
+        ("It turns the other way: by cos - i sin.",
+         {"cos - x2 * sin, x2 * cos + x1": "cos + x2 * sin, x2 * cos - x1"}),
+    ],
+    "attention": [
+        ("The bias has the other sign.", {"= self.slopes.to(": "= -self.slopes.to("}),
+        ("A query sees the keys that come after it.", {"v, is_causal=True, scale": "v, scale"}),
+        # columns that are added change the kernel's own scale
+        *[("q.k is scaled twice: the kernel's scale is 1/sqrt of the width if you give none.",
+           {"scale=1.0": f"scale={width**-0.5}"}) for width in (16, 10, 9)],
+    ],
+    "floor": [
+        ("The others are set to zero: return the kept ones, a shorter tensor.",
+         {"freqs[freqs >= 2 * math.pi / train_len]": "freqs * (freqs >= 2 * math.pi / train_len)"}),
+        ("Half a turn is asked for, not a whole one.", {"freqs >= 2 * math": "freqs >= math"}),
+        ("The floor is that of 512 tokens, not of train_len.", {"pi / train_len": "pi / 512"}),
+    ],
+    "noise, paper": [("The std is sigma squared.", {"std=self.sigma": "std=self.sigma**2"})],
+    "noise, released": [("The std is xavier's of two dimensions, not of three.",
+                         {"xavier_normal_(noise, gain=self.sigma)":
+                          "normal_(noise, std=self.sigma * math.sqrt(2 / (D + K)))"})],
+    "knows or not": [("Logits are one position off: those at t are for the token at t + 1.",
+                      {"model(tokens[:, :-1], ": "model(tokens, "})],
+}  # fmt: skip

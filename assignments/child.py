@@ -1,113 +1,28 @@
 """
-The process in which a student's file runs. It calls their functions on what grade.py sends and
-sends back tensors and plain values, as json. It knows no right answer and gives no points.
-
-    python -P child.py FD FOLDER SECONDS      FD is a socket, FOLDER has the project's other files
+Calls functions of a student's file, each in a process of its own, with limits of time and memory,
+which saves what comes back. It knows no right answer and gives no points.
 """
 
-import ast
-import base64
-import json
-import math
+import multiprocessing
 import os
-import re
 import resource
-import socket
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+SECONDS = 20  # for one call
 MEMORY = 2**30  # bytes that a student's code may take beyond what torch has taken
-DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
-
-# --- messages: nested dicts and lists of tensors and plain values. Nothing in them is executed.
 
 
-def encode(x):
-    if not isinstance(x, torch.Tensor):
-        return np.asarray(x).tolist()  # what numpy has
-    x = x.detach() if str(x.dtype) in DTYPES else x.detach().float()
-    raw = x.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-    return {"dtype": str(x.dtype), "shape": x.shape, "bytes": base64.b64encode(raw).decode()}
-
-
-def decode(x):
-    if x.keys() != {"dtype", "shape", "bytes"}:
-        return x
-    raw, dtype = bytearray(base64.b64decode(x["bytes"])), DTYPES[x["dtype"]]
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0)).reshape(x["shape"])
-
-
-def send(sock, value):
-    text = json.dumps(value, default=encode).encode()
-    sock.sendall(len(text).to_bytes(8, "little") + text)
-
-
-def receive(sock, deadline=math.inf, most=2**40):
-    """What was sent. TimeoutError after the deadline, ValueError for more than `most` bytes."""
-    data, n = bytearray(), 8
-    while len(data) < n:
-        if (left := deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        sock.settimeout(left if left < math.inf else None)
-        if not (part := sock.recv(min(n - len(data), 2**20))):
-            raise ConnectionError
-        data += part
-        if len(data) == 8 == n and (n := 8 + int.from_bytes(data, "little")) > most:
-            raise ValueError("too long")
-    return json.loads(data[8:], object_hook=decode)
-
-
-# --- what a student's file may not do. A second line only: right values alone give points.
-
-
-def limit_resources(seconds):
-    """Time and memory of this process; no file can be written."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    if os.path.exists("/proc/self/statm"):  # Linux: other systems do not keep to this limit
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-
-
-def forbid(folder):
-    """Files are read where packages and the project's other files are; no process, no network."""
-    readable = tuple(os.path.realpath(path) + os.sep for path in [folder, *sys.path])
-    kinds = {"os", "subprocess", "socket", "ctypes", "shutil", "fcntl", "mmap", "resource"}
-
-    def hook(event, args):
-        if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
-            path = os.path.realpath(os.fsdecode(args[0]))
-            if not path.startswith(readable) or args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                raise PermissionError("a file handed in may not open files")
-        elif event.split(".")[0] in kinds and event not in ("os.listdir", "os.scandir"):
-            raise PermissionError(f"a file handed in may not use {event}")
-
-    sys.addaudithook(hook)
-
-
-# --- the student's file
-
-
-def load(file, text, imports):
-    """The module that a student's file is, which may import nothing but `imports`."""
-    tree = ast.parse(text.encode("latin-1"), file)
-    for node in ast.walk(tree):
-        wanted = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        wanted += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
-        for name in wanted:
-            if name.split(".")[0] not in imports:
-                raise ImportError(f"line {node.lineno} imports {name}, not {', '.join(imports)}")
-    module = sys.modules[Path(file).stem] = ModuleType(Path(file).stem)
-    exec(compile(tree, file, "exec"), module.__dict__)
-    return module
+# --- what is asked
 
 
 def call(module, name, *args):
@@ -127,107 +42,145 @@ def call(module, name, *args):
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
 
 
-def autocast(module, name, *args):
-    """A result with matrix products in bf16, as train.py computes on a GPU."""
-    with torch.autocast("cpu", torch.bfloat16):
-        return call(module, name, *args)
+def train(module, n, name, *args):
+    """Why a training cannot use a function, or "". It trains the first n tensors of args."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    copies, start = [x.clone() for x in tensors], time.process_time()
+    call(module, name, *args)
+    if time.process_time() - start > 0.5:
+        return f"{name} is too slow: use tensors in place of loops"
+    if not all(map(torch.equal, copies, tensors)):
+        return f"{name} changes its arguments in place"
+    trained = [x.requires_grad_() for x in tensors[:n]]
+    y = call(module, name, *args)
+    if y.requires_grad:
+        y.square().sum().backward()
+    if all(x.grad is not None and x.grad.flatten(0, -2).any(dim=0).all() for x in trained):
+        return ""
+    return "no gradient comes through: numpy, detach, .data or no_grad cut it"
 
 
-def gradients(module, name, fields, *args):
-    """Those of the sum of squares of a result."""
-    args = [x.clone().requires_grad_() for x in args]
-    return torch.autograd.grad(call(module, name, fields, *args).square().sum(), args)
+def rounding(module, name, x, *args):
+    """Whether a function gives bf16 for bf16, and rounds the fp32 result once."""
+    x = x.bfloat16()
+    y, exact = call(module, name, x, *args), call(module, name, x.float(), *args)
+    return y.dtype == x.dtype and bool((y == exact.to(x.dtype)).double().mean() > 0.97)
 
 
-class Reader(nn.Module):
+def statistics(module, name, *args):
+    """What random numbers have in common, as logarithms where sizes count, and if they are new."""
+    first, second = (call(module, name, *args).double() for _ in range(2))
+    new = not torch.equal(first, second) and not torch.equal(first[0], first[1])
+    x = torch.stack((first, second))
+    std, size = x.std(), x.abs().mean()
+    return [torch.tensor(x.shape), x.mean() / std, std.log(), (size / std).log(), new]
+
+
+def task_accuracy(module, keys, wrong, trials, seed, training):
     """
-    A model for exercise 5. It looks where the last 8 tokens stood before and predicts what came
-    next there; after a share of the tokens, another one; in training mode, as by dropout, nonsense.
+    Of its result these keys, and whether it left the model's mode and torch's state alone. The
+    model knows what comes next in the trials; after a share of the tokens it says another one; in
+    training mode, as by dropout, nonsense.
     """
+    texts = []
 
-    def __init__(self, wrong):
-        super().__init__()
-        self.wrong, self.weight = wrong, nn.Parameter(torch.zeros(1))
+    class Task:
+        def sample(self, length, rng):
+            tokens = rng.integers(0, 300, length)
+            texts.append(torch.from_numpy(tokens))
+            return tokens, int(rng.integers(1, 6)), rng.random(), int(rng.integers(length))
 
-    def forward(self, idx, targets=None, *, positions=slice(None)):
-        t = torch.arange(idx.size(1))
-        context = sum(F.pad(idx + 1, (i, 0))[:, : len(t)] * pow(1009, i, 2**31) for i in range(8))
-        before = (context[:, :, None] == context[:, None]) * (t[:, None] > t) * t
-        guess = idx.gather(1, torch.minimum(before.argmax(dim=-1) + 1, t))
-        guess += (idx * 37 % 100 < 100 * self.wrong).long()
-        logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320)) + 4 * F.one_hot(guess, 320)
-        return (-logits if self.training else logits)[:, positions]
+    class Model(nn.Module):
+        def forward(self, idx, targets=None, *, positions=slice(None)):
+            T = idx.size(1)
+            found = [next(t for t in texts if torch.equal(t[:T], row)) for row in idx]
+            guess = F.pad(torch.stack(found), (0, 1))[:, 1 : T + 1]
+            guess = guess + (idx * 37 % 100 < 100 * wrong).long()
+            logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320))
+            logits += 4 * F.one_hot(guess, 320)
+            return (-logits if self.training else logits)[:, positions]
 
-
-def task_accuracy(module, wrong, trials, seed, training, keys):
-    """Of its result these keys; also whether it left the model's mode and torch's state alone."""
-    from data import Passkey
-
-    def encode(text):  # some pairs of digits are one token, as GPT-2's tokenizer has it
-        parts = re.findall(r"[0-4]\d|.", text, re.DOTALL)
-        return [256 + int(part) if len(part) == 2 else ord(part) for part in parts]
-
-    torch.rand(1)  # a seed that an earlier call has set would be no change
-    model, state = Reader(wrong).train(training), torch.get_rng_state()
-    result = module.task_accuracy(model, Passkey(encode), 400, trials, seed)
+    model, state = Model().train(training), torch.get_rng_state()
+    model.weight = nn.Parameter(torch.zeros(1))
+    result = module.task_accuracy(model, Task(), 40, trials, seed)
     result["mode"] = model.training == training
     result["random"] = torch.equal(torch.get_rng_state(), state)
-    return json.loads(json.dumps({key: result[key] for key in keys}))  # what json can hold
+    return [result[key] for key in keys]
 
 
-def embed(module, name, shape, q, k, v):
-    """An embedding's attention, also once loaded, scores, the gradient of what has least."""
+def embed(module, name, shape, qkv):
+    """Pairs of what must be equal in an embedding; and its scores and theta."""
 
-    def new(seed):
-        torch.manual_seed(seed)
-        return getattr(module, name)(**shape)
-
-    def attend(pos):
+    def attend(pos, qkv):
+        q, k, v = qkv.clone()
         return pos.attend(*pos.rotate(q, k), v)
 
-    pos, loaded = new(0), new(1)
-    attend(loaded)
+    torch.manual_seed(0)  # one that draws is known by what it draws
+    pos, loaded = (getattr(module, name)(**shape) for _ in range(2))
+    attend(loaded, qkv)
     loaded.load_state_dict(pos.state_dict())
-    y, parameters = attend(pos), [*pos.parameters()]
-    if parameters:
+    y, scores, T = attend(pos, qkv), pos.scores(qkv[0], qkv[1]).tril(), qkv.size(-2)
+    later = torch.ones(T, T).triu(1).bool()
+    other_later = attend(pos, torch.cat((qkv[..., :20, :], 1 + qkv[..., 20:, :]), dim=-2))
+    other_order = attend(pos, torch.cat((qkv[..., :-1, :].flip(-2), qkv[..., -1:, :]), dim=-2))
+    if parameters := [*pos.parameters()]:
         y.square().sum().backward()
-    largest = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in parameters]
-    values = {"attention": y, "scores": pos.scores(q, k), "loaded": attend(loaded)}
-    return values | {"gradient": min(largest, default=1.0)}
+    grads = [p.grad for p in parameters]
+    return {
+        "fused": [y, scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ qkv[2]],
+        "causal": [other_later[..., :20, :], y[..., :20, :]],
+        "position": [torch.allclose(other_order[..., -1, :], y[..., -1, :], atol=1e-3), False],
+        "saved": [attend(loaded, qkv), y],
+        "learns": [all(g is not None and g.isfinite().all() and g.any() for g in grads), True],
+        "scores": scores,
+        "theta": pos.theta,
+    }
 
 
-SPECIAL = {f.__name__: f for f in (autocast, gradients, task_accuracy, embed)}
+SPECIAL = {f.__name__: f for f in (train, rounding, statistics, task_accuracy, embed)}
+
+# --- its process
 
 
 def describe(e, file):
     """An exception in one line, with the last line of the student's file that it came through."""
-    lines = [
-        n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == file
-    ]
-    line = e.lineno if isinstance(e, SyntaxError) else (lines or [None])[-1]
-    words = f"{type(e).__name__}: {e}".split("\n")[0][:200]
-    return f"{words} ({file}, line {line})" if line else words
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
+    where = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says it by itself
+    return f"{type(e).__name__}: {e}".split("\n")[0][:200] + where
 
 
-def main(fd, folder, seconds):
-    torch.set_num_threads(1)
-    sock = socket.socket(fileno=int(fd))
-    send(sock, "ready")
-    about = receive(sock)
-    sys.path.insert(0, folder)
-    sys.dont_write_bytecode = True
-    limit_resources(int(seconds))
-    forbid(folder)
-    module = question = None
-    while True:
+def leave(file, text, question, answer):
+    """In the new process: call what is asked, and save what ask returns."""
+    os.setsid()  # Ctrl-C ends the grading, and no student's answer is wrong by it
+    for stream in (0, 1, 2):  # a student's file may print
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    if os.path.exists("/proc/self/statm"):  # Linux: other systems do not keep to this limit
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    signal.alarm(SECONDS)  # ends this process, wherever it is
+    torch.seed()
+    module = sys.modules[file[:-3]] = ModuleType(file[:-3])
+    result = {}
+    try:
+        exec(compile(text, file, "exec"), module.__dict__)
+        result["loaded"] = True
+        result["value"] = call(module, *question)
+    except BaseException as e:  # whatever a student's code raises, SystemExit as well
+        result["error"] = describe(e, file)
+    torch.save(result, answer)
+
+
+def ask(file, text, *question):
+    """What a file's text answers: {"value": ...} or {"error": ...}, and "loaded" if it could be."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.pt")
+        words = dict(target=leave, args=(file, text, question, answer), daemon=True)
+        process = multiprocessing.get_context("fork").Process(**words)
+        process.start()
+        process.join()
+        if process.exitcode == -signal.SIGALRM:
+            return {"error": f"no end within {SECONDS} seconds", "loaded": True}
         try:
-            value = call(module, *question) if module else None
-            module = module or load(**about)
-            send(sock, {"value": value})
-        except BaseException as e:  # whatever a student's code raises, SystemExit as well
-            send(sock, {"error": describe(e, about["file"])})
-        question = receive(sock)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+            return torch.load(answer, weights_only=False)  # it has run already: no less safe
+        except Exception:  # whatever a half of a file makes torch raise
+            return {"error": "nothing readable comes back: too much memory?", "loaded": True}
