@@ -8,6 +8,7 @@ Results to figures and Markdown tables.
 Seeds of one label are drawn as their mean, with the standard deviation or each as a dot around it.
 """
 
+import csv
 import itertools
 import sys
 from functools import partial
@@ -20,7 +21,7 @@ import numpy as np
 import common
 from common import Refused
 from paper.results import is_task, load_results, part_of_answer, seed_stats, train_len_of, unit_of
-from paper.tables import fill_tables, markdown_table
+from paper.tables import fill_tables, markdown_table, summary_rows
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -165,9 +166,14 @@ def main(argv=None):
     add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
+    results = common.ROOT / "results"
     for path in map(Path, args.tables):
-        text = fill_tables(path.read_text(encoding="utf-8"), common.ROOT / "results")
+        text = fill_tables(path.read_text(encoding="utf-8"), results)
         common.write_atomically(path, lambda f, text=text: f.write(text.encode()))
+    if args.tables:
+        with open(results / "summary.csv", "w", newline="", encoding="utf-8") as f:
+            names = ["embedding", "what", "tokens", "seeds", "mean", "half of 95 % interval"]
+            csv.writer(f, lineterminator="\n").writerows([names, *summary_rows(results)])
     if paths := [path for path in args.results if Path(path).name != "config.json"]:  # RUN/*.json
         results = load_results(paths)
         measure = "loss" if args.loss else "perplexity"

@@ -163,6 +163,44 @@ def bench_table(result):
     return grid(columns, rows)
 
 
+# --- the one table to cite
+
+OF_ONE_BUDGET = ("figure1", "figure1_all", "parts", "enough")  # trained at 512 tokens
+CITED = {  # of which kinds what; its name in the json, factor, digits
+    "perplexity": ("bits per byte", "bits_per_byte", 1, 2),
+    "passkey_anywhere": ("% of digits", "token_accuracy", 100, 0),
+}
+
+
+def summary_rows(folder):
+    """[[embedding, what, length, seeds, mean, half its 95 % interval], ...], both as text."""
+    rows = []
+    for kind, by_label in load_results([Path(folder) / f"{f}.json" for f in OF_ONE_BUDGET]).items():
+        for label, results in by_label.items() if kind in CITED else ():
+            what, name, factor, digits = CITED[kind]
+            for length in common_lengths(results):
+                values = factor * np.array([r["lengths"][length][name] for r in results])
+                half = f"{half_interval(values):.{digits}f}" if len(values) > 1 else ""
+                rows.append([label, what, length, len(values), f"{values.mean():.{digits}f}", half])
+    return rows
+
+
+def summary_table(folder, lengths=(512, 2048, 8192)):
+    """A row for each embedding: both numbers at these lengths."""
+    cells = {}
+    for label, what, length, seeds, mean, half in summary_rows(folder):
+        of_label = cells.setdefault(label, {"seeds": {}})
+        of_label["seeds"][what] = str(seeds)
+        of_label[what, length] = f"{mean} ± {half}" if half else mean
+    whats = [what for what, *_ in CITED.values()]
+    columns = ["embedding", *(f"{what}, {n}" for what in whats for n in lengths), "seeds"]
+    rows = []
+    for label, row in cells.items():
+        seeds = ", ".join(row["seeds"].get(what, "0") for what in whats)
+        rows.append([label, *(row.get((what, n), "") for what in whats for n in lengths), seeds])
+    return grid(columns, rows)
+
+
 # --- tables in a text
 
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
@@ -176,6 +214,8 @@ def table_of(name, options, folder):
     path = Path(folder) / f"{name}.json"
     if name == "all":
         return all_tables(folder)
+    if name == "summary":
+        return summary_table(folder)
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
     options = dict(option.partition("=")[::2] for option in options.split())

@@ -1,5 +1,6 @@
 """The statistics and Markdown tables that paper/ makes of result files."""
 
+import csv
 import json
 import math
 import re
@@ -158,6 +159,22 @@ def test_the_committed_comparisons_are_those_of_the_committed_results():
     again = res.compare(named, seeds, ROOT / "results", {figure: () for figure, *_ in named})
     for row, new in zip(committed, again, strict=True):
         assert row == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()}
+
+
+def test_the_table_to_cite_is_the_mean_of_the_results():
+    """Else run python -m paper.plot --tables results/*.md."""
+    with open(ROOT / "results" / "summary.csv", encoding="utf-8") as f:
+        _, *rows = csv.reader(f)
+    assert rows == [[str(cell) for cell in row] for row in tables.summary_rows(ROOT / "results")]
+    figure1 = json.loads((ROOT / "results" / "figure1.json").read_text())
+    alibi = [r for r in figure1 if r["recipe"]["pos"] == "alibi" and r["kind"] == "perplexity"]
+    bits = [r["lengths"]["8192"]["loss"] / math.log(2) for r in alibi]
+    low, high = stats.ttest_1samp(bits, 0).confidence_interval()
+    mean, half = f"{np.mean(bits):.2f}", f"{(high - low) / 2:.2f}"
+    assert ["ALiBi", "bits per byte", "8192", "10", mean, half] in rows
+    assert f"| ALiBi | 1.93 ± 0.01 | 1.92 ± 0.01 | {mean} ± {half} |" in tables.summary_table(
+        ROOT / "results"
+    )
 
 
 def test_the_page_holds_the_numbers_of_the_results():
