@@ -110,25 +110,26 @@ def removed_table(results):
     return grid(columns, rows) if rows else ""
 
 
-def distance_table(results):
-    """Whole answers of a task, in % of the trials of all seeds, by the distance of the needle."""
+def place_table(results, multiples=(4, 16)):
+    """
+    Digits of a task, in % of the trials of all seeds, by the quarter of the text in which the key
+    stands, of texts of so many times the training length. The last quarter is the nearest.
+    """
     tables = []
-    for task, by_label in results.items():
-        if not is_task(task):
-            continue
-        every, rows = [r for rs in by_label.values() for r in rs], []
-        lengths, train_len = common_lengths(every), train_len_of(every)
+    for by_label in (by_label for task, by_label in results.items() if is_task(task)):
+        every = [r for rs in by_label.values() for r in rs]
+        lengths, rows = [n * train_len_of(every) for n in multiples], []
         for label, rs in by_label.items():
-            near, further = [f"{label}, within {train_len}"], [f"{label}, further"]
+            row = [label, str(len(rs))]
             for length in lengths:
                 trials = [r["lengths"][length] for r in rs]
-                far = np.concatenate([trial["distance"] for trial in trials]) >= train_len
-                right = np.concatenate([trial["right"] for trial in trials])
-                for row, found in ((near, right[~far]), (further, right[far])):
-                    row.append(f"{100 * found.mean():.0f} ({len(found)})" if len(found) else "")
-            rows += [near, further]
-        columns = ["whole keys, % (of trials)", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
-        tables.append(grid(columns, rows))
+                place = length - np.concatenate([trial["distance"] for trial in trials])
+                right = np.concatenate([trial["share_right"] for trial in trials])
+                quarter = 4 * place // (length + 1)
+                row += [f"{100 * right[quarter == q].mean():.0f}" for q in range(4)]
+            rows.append(row)
+        quarters = [f"{n}: {q}" for n in lengths for q in ("first quarter", "2nd", "3rd", "last")]
+        tables.append(grid([f"{part_of_answer(every)} found, %", "seeds", *quarters], rows))
     return "\n\n".join(tables)
 
 
@@ -209,7 +210,7 @@ OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 def table_of(name, options, folder):
     """
     The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json. Options are
-    loss, whole, distance, kind=KIND and to=LABEL.
+    loss, whole, place, kind=KIND and to=LABEL.
     """
     path = Path(folder) / f"{name}.json"
     if name == "all":
@@ -222,8 +223,8 @@ def table_of(name, options, folder):
     results = load_results([path])
     if kind := options.get("kind"):
         results = {kind: results[kind]}
-    if "distance" in options:
-        return distance_table(results)
+    if "place" in options:
+        return place_table(results)
     measure, to = "loss" if "loss" in options else "perplexity", options.get("to", "FoPE")
     return markdown_table(results, measure, to, whole="whole" in options)
 

@@ -94,20 +94,17 @@ def test_the_share_of_ropes_rise_that_is_removed(tmp_path):
     assert loaded["b"] == loaded["c"] == ""  # RoPE alone; one seed of it, which hardly rises
 
 
-def test_keys_by_their_distance(tmp_path):
-    """Trained at 128 tokens: of two seeds' keys nearer than that, and of those further away."""
+def test_keys_by_their_place(tmp_path):
+    """Of two seeds at 4 times 128 tokens: the key's place is the length without its distance."""
     results = []
-    for seed, right in ((0, [1, 1, 0, 0]), (1, [1, 0, 0, 1])):
+    for seed, share in ((0, [1, 0.4, 0.2, 0]), (1, [0, 0.2, 0.2, 1])):
         result = json.loads(result_file(tmp_path, "passkey", "fope", seed, 0.5).read_text())
-        for row in result["lengths"].values():
-            row |= {"distance": [20, 127, 128, 200], "right": right}
-        near = {"distance": [20], "right": [1]}  # where no key is further
-        result["lengths"]["128"] |= near
-        results.append(result)
+        row = {"distance": [512, 300, 129, 20], "share_right": share}
+        longer = row | {"distance": [4 * n for n in row["distance"]]}
+        results.append(result | {"lengths": {"512": row, "2048": longer}})
     write(tmp_path / "a.json", results)
-    lines = tables.table_of("a", "distance", tmp_path).split("\n")
-    assert lines[2].startswith("| FoPE, within 128 | 100 (2) | 75 (4) |")
-    assert lines[3].startswith("| FoPE, further |  | 25 (4) |")
+    lines = tables.table_of("a", "place", tmp_path).split("\n")
+    assert lines[2] == "| FoPE | 2 |" + " 50 | 30 | 20 | 50 |" * 2
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
