@@ -29,10 +29,12 @@ from paper.results import load_results, seed_stats
 STEP, QUERIES, WINDOWS = 128, 8, 8
 ON_THE_PAGE = {  # name there: figure and label in results/, name of the runs
     "rope": ("figure1", "RoPE", "rope"),
+    "cycle": ("enough", "RoPE, theta 94", "rope_cycles1"),
     "floor": ("parts", "FoPE, CF alone", "fope_cf"),
     "fope": ("figure1", "FoPE", "fope"),
     "alibi": ("figure1", "ALiBi", "alibi"),
 }
+PUT_BACK = {"none": "rope", "slow, wrapped": "slow", "fast, wrapped": "fast", "near": "near"}
 
 
 @torch.no_grad()
@@ -61,25 +63,48 @@ def attention_rows(model, windows, T):
 
 def page_numbers(folder):
     """
-    What docs/index.html draws: the attention rows in folder/attention_row.json, and of results/,
-    over the seeds, the loss by position in the same steps, perplexity and passkeys by length.
+    What docs/index.html draws: of folder/wrap.json RoPE's trained models with pairs put back; the
+    attention rows in folder/attention_row.json; and of results/, over the seeds, the loss by
+    position in the same steps, perplexity and passkeys by length.
     """
     measured, page = read_json(folder / "attention_row.json"), defaultdict(dict)
     page |= {key: measured[key] for key in ("train_len", "step")}
+    page["put_back"] = put_back(read_json(folder / "wrap.json"))
     for name, (figure, label, run) in ON_THE_PAGE.items():
-        page["attention"][name] = measured["rows"][run]
         found = load_results([ROOT / "results" / f"{figure}.json"])
-        texts, keys = found["perplexity"][label], found["passkey"][label]
+        texts = found["perplexity"][label]
         page["lengths"], *numbers = seed_stats(texts, "perplexity")
+        page["texts"] = len(texts[0]["lengths"][page["lengths"][-1]]["by_window"])
         page["perplexity"][name] = rounded(*numbers)
-        if name != "floor":  # whose keys have fewer seeds
-            _, mean, std, n = seed_stats(keys, "accuracy")
+        if figure == "figure1":
+            _, mean, std, n = seed_stats(found["passkey"][label], "accuracy")
             page["passkeys"][name] = rounded(100 * mean, 100 * std, n)
+        if name == "floor":  # in the last step alone
+            continue
+        if name != "rope" and run in measured["rows"]:  # RoPE's are in put_back
+            page["attention"][name] = measured["rows"][run]
         longest = page["lengths"][-1]
         loss = np.mean([r["lengths"][longest]["by_position"] for r in texts], axis=0)
         by_step = loss.reshape(longest // page["step"], -1).mean(axis=1)
-        page["loss"][name] = by_step[: len(measured["rows"][run])].round(3).tolist()
+        page["loss"][name] = by_step[: 4 * page["train_len"] // page["step"]].round(3).tolist()
     return page
+
+
+def put_back(measured):
+    """Means over RoPE's seeds in wrap.json: what goes of the damage, loss and attention by step."""
+    runs = [run for run in measured["runs"] if run["name"] == "rope"]
+
+    def mean(key, condition):
+        return np.mean([run[key][condition] for run in runs], axis=0).round(3).tolist()
+
+    numbers = {"seeds": len(runs), "texts": measured["windows"]}
+    numbers["removed"] = {key: mean("removed", key) for key in runs[0]["removed"]}
+    numbers["loss"] = {name: mean("by_position", key) for key, name in PUT_BACK.items()}
+    numbers["attention"] = {}
+    for key, name in PUT_BACK.items():
+        rows = zip(*(run["attention"][key] for run in runs), strict=True)
+        numbers["attention"][name] = [np.mean(row, axis=0).round(3).tolist() for row in rows]
+    return numbers
 
 
 def rounded(mean, std, n):

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import struct
 import time
 
 import pytest
@@ -25,10 +26,22 @@ DRIVER = shutil.which("chromedriver")
 def test_it_asks_for_nothing():
     text = PAGE.read_text(encoding="utf-8")
     assert not re.search(r"<link|<img|<iframe|@import|url\((?!#)|src=|fetch\(|import\(", text)
-    # the one address in it is that of links which a reader may follow
-    assert re.findall(r"https?://[^/\s`]+", text) == ["https://github.com"]
-    picture = re.search(r'og:image" content="([^"]+)"', text)[1]  # of links to the page
-    assert (PAGE.parent / picture).exists()
+    # the addresses in it are those of its preview and of links which a reader may follow
+    hosts = re.findall(r"https?://([^/\s`]+)", text)
+    assert {".".join(host.split(".")[-2:]) for host in hosts} == {"github.io", "github.com"}
+
+
+def test_a_link_to_it_shows_a_picture_and_all_name_one_repository():
+    text = PAGE.read_text(encoding="utf-8")
+    preview = dict(re.findall(r'<meta (?:property|name)="(\w+:\w+)" content="([^"]+)">', text))
+    owner, name = re.fullmatch(r"https://(.+)\.github\.io/(.+)/", preview["og:url"]).groups()
+    assert preview["og:image"] == preview["og:url"] + "card.png" and preview["og:title"]
+    assert (PAGE.parent / "card.png").read_bytes()[16:24] == struct.pack(">II", 1200, 630)
+    for file in ("README.md", "pyproject.toml", "docs/index.html", "experiments/tour.ipynb"):
+        words = (ROOT / file).read_text(encoding="utf-8")
+        found = re.findall(r"//([\w-]+)\.github\.io/([\w-]+)", words)
+        found += re.findall(r"clone .*//github\.com/([\w-]+)/([\w-]+)", words)
+        assert set(found) <= {(owner, name)}, file
 
 
 def test_lines_quoted_are_those_of_fope():
@@ -63,13 +76,14 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser):
-    """The page, just opened. Whatever a test does, the console must stay empty."""
-    browser.get(PAGE.as_uri())
+    """The page, opened at a state of its own. The console must stay empty, whatever a test does."""
+    browser.get("about:blank")
+    browser.get(PAGE.as_uri() + "#position=300")
     yield browser
     assert browser.get_log("browser") == []
 
 
-SHAPES = [(512, 64, 8, 1e4), (24, 16, 2, 100), (96, 80, 6, 5e5), (256, 128, 1, 10)]
+SHAPES = [(512, 64, 8, 1e4), (24, 16, 2, 100), (96, 80, 6, 5e5), (256, 128, 1, 10), (64, 8, 3, 9)]
 VARIANTS = itertools.product(["released", "paper"], [True, False])
 SETTINGS = [
     dict(trainLen=L, headDim=head_dim, nHead=H, theta=theta, variant=variant, floor=floor)
@@ -77,14 +91,14 @@ SETTINGS = [
 ]
 
 READ = """
-const [setting, positions, q, k] = arguments, rope = makeRope(setting), fope = makeFope(setting);
+const [setting, positions] = arguments, rope = makeRope(setting), fope = makeFope(setting);
 const head = setting.nHead - 1;
 const rows = (pos) => positions.map((t) => tablesAt(pos, head, t));
 const list = (x) => Array.from(x, (y) => (typeof y === "number" ? y : list(y)));
 const of = (pos) => ({
   freqs: list(pos.freqs), cos: rows(pos).map((z) => list(z.cos)),
   sin: rows(pos).map((z) => list(z.sin)),
-  scores: rows(pos).map((z) => score(q, k, rows(pos).at(-1), z)),
+  between: rows(pos).map((z) => list(Object.values(between(rows(pos).at(-1), z)))),
 });
 const more = { K: fope.K, own: fope.own, std: fope.std, cos_coef: list(fope.cosCoef),
   sin_coef: list(fope.sinCoef) };
@@ -100,7 +114,7 @@ def test_its_mathematics_is_that_of_fope(page, setting):
     T, generator = 2 * L, torch.Generator().manual_seed(0)
     positions = [0, 1, L // 3, L - 1, L, L + 7, T - 1]
     q, k = torch.randn(2, head_dim, generator=generator)
-    theirs = page.execute_script(READ, setting, positions, q.tolist(), k.tolist())
+    theirs = page.execute_script(READ, setting, positions)
     shape = dict(head_dim=head_dim, n_head=H, train_len=L, theta=setting["theta"])
     fope = FoPE(variant=setting["variant"], floor=setting["floor"], sigma=0.3, **shape)
     rope, told = RoPE(**shape), theirs["fope"]
@@ -128,7 +142,10 @@ def test_its_mathematics_is_that_of_fope(page, setting):
         agree(cos[positions], found["cos"])
         agree(sin[positions], found["sin"])
         scores = pos.scores(q.expand(1, H, T, -1), k.expand(1, H, T, -1))[0, H - 1, T - 1]
-        agree(scores[positions], found["scores"])
+        # the angle between two hands is what attention sees of a distance
+        (q1, q2), (k1, k2) = q.chunk(2), k.chunk(2)
+        parts = torch.stack((q1 * k1 + q2 * k2, q1 * k2 - q2 * k1)) / math.sqrt(head_dim)
+        agree(scores[positions], (torch.tensor(found["between"]) * parts).sum((1, 2)).tolist())
 
 
 DRAW_ALL = "for (const { draw } of VIEWS) draw();"
@@ -144,10 +161,9 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
     from selenium.webdriver import ActionChains, Keys
     from selenium.webdriver.support.select import Select
 
-    kinds = "form input, form select, .bar button, #position, header button"
+    kinds = "form input, form select, #draw, #play, #position, #choose button"
+    page.execute_script("document.getElementById('more').open = true")
     controls = page.find_elements("css selector", kinds)
-    # one button is there once there is something to go back from
-    page.execute_script("document.getElementById('more').open = true; set({seed: 7})")
     reached = set()
     for _ in range(len(controls) + 30):  # and links
         ActionChains(page).send_keys(Keys.TAB).perform()
@@ -156,7 +172,7 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
     keys = {"checkbox": Keys.SPACE, "range": Keys.ARROW_LEFT, "select-one": Keys.ARROW_DOWN}
     for control, by_mouse in itertools.product(controls, (False, True)):
         name, kind = control.get_attribute("id"), control.get_attribute("type")
-        page.execute_script("Object.assign(state, START, {seed: 7, show: 'floor'}); update();")
+        page.execute_script("Object.assign(state, START, {show: 'cycle'}); update();")
         page.execute_script("arguments[0].scrollIntoView({block: 'center'})", control)
         before, drawn = state(page), page.execute_script(DRAWN)
         if not by_mouse:
@@ -174,7 +190,7 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
         changed = {key for key in before if before[key] != after[key]}
         if kind in ("range", "checkbox", "select-one"):
             assert name in changed and changed <= {name, "position", "head", "pair"}, name
-        if name != "show_floor":  # which is shown already
+        if name != "show_cycle":  # which is shown already
             assert changed and page.execute_script(DRAWN) != drawn, name
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
 
@@ -191,14 +207,29 @@ def test_an_impossible_setting_says_so_and_can_be_left(page, change):
 @pytest.mark.slow
 def test_it_counts_the_hands_that_point_where_they_never_did(page):
     page.execute_script("set({position: 1023});" + DRAW_ALL)
-    said = page.execute_script("return document.getElementById('says1').textContent")
+    said = page.execute_script("return byId('says2').textContent")
     freqs, turn = RoPE(head_dim=64, n_head=1, train_len=512).freqs.double(), 2 * math.pi
     angle, last = 1023 * freqs % turn, 511 * freqs
     new = (freqs * 512 < turn) & (angle > last)
     off = torch.minimum(angle - last, turn - angle)[new].sort().values * 180 / math.pi
     # of RoPE's 32 hands, half of them by more than, at most; of FoPE's; that stand still
     known = [len(off), round(off[len(off) // 2].item()), round(off[-1].item()), 32, 0, 16]
-    assert [int(n) for n in re.findall(r"\d+", said)][-6:] == known
+    assert [int(n) for n in re.findall(r"\d+", said.replace("1,023", ""))] == known
+    assert page.execute_script("return byId('guess2').textContent").startswith(f"{len(off)} of 32")
+
+
+@pytest.mark.slow
+def test_hands_are_put_back_as_it_was_measured(page):
+    runs = json.loads((ROOT / "results" / "mechanism" / "wrap.json").read_text())["runs"]
+    for name, condition in (("slow", "slow, wrapped"), ("fast", "fast, wrapped")):
+        page.execute_script(f"set({{show: '{name}', position: 1535}})")
+        known = [[run["by_position"][each][11] for each in (condition, "none")] for run in runs]
+        known = [100 * run["removed"][condition] for run in runs], *zip(*known, strict=True)
+        said = page.execute_script("return byId('says0').textContent")
+        for number, of_runs in zip(re.findall(r"[\d.]+\d", said), known, strict=True):
+            assert float(number) == pytest.approx(sum(of_runs) / len(runs), rel=0.01)
+    at = page.execute_script("return [511, 512, 767, 768, 1500].map((d) => wrapped(d, 512))")
+    assert at == [511, 256, 511, 256, 476]  # as the experiment turns them
 
 
 @pytest.mark.slow
@@ -219,7 +250,6 @@ def test_the_address_holds_the_settings(page):
     assert at("sigma=1") == start | {"position": 700, "show": "fope", "sigma": 1}
     # every link of the page that sets something sets it
     links = re.findall(r'href="#([^"]+)"', PAGE.read_text(encoding="utf-8"))
-    assert len(links) >= 8
     for link in (link.replace("&amp;", "&") for link in links):
         found = {key: str(int(x) if isinstance(x, bool) else x) for key, x in at(link).items()}
         assert found.items() >= dict(word.split("=") for word in link.split("&")).items()
@@ -227,7 +257,11 @@ def test_the_address_holds_the_settings(page):
 
 
 @pytest.mark.slow
-def test_play_goes_to_the_end_by_steps_for_who_asked_for_less_motion(page):
+def test_it_plays_once_to_512_then_to_the_end_or_by_steps_for_less_motion(page):
+    page.get(PAGE.as_uri())
+    assert state(page)["position"] < 500
+    time.sleep(7)
+    assert state(page)["position"] == 511
     button = page.find_element("id", "play")
     page.execute_script("set({times: 2, position: 1000})")
     button.click()
