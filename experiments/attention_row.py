@@ -94,8 +94,8 @@ def put_back(measured):
     """Means over RoPE's seeds in wrap.json: what goes of the damage, loss and attention by step."""
     runs = [run for run in measured["runs"] if run["name"] == "rope"]
 
-    def mean(key, condition):
-        return np.mean([run[key][condition] for run in runs], axis=0).round(3).tolist()
+    def mean(key, condition):  # removed is shown in whole %
+        return np.mean([run[key][condition] for run in runs], axis=0).round(4).tolist()
 
     numbers = {"seeds": len(runs), "texts": measured["windows"]}
     numbers["removed"] = {key: mean("removed", key) for key in runs[0]["removed"]}

@@ -225,7 +225,8 @@ def test_hands_are_put_back_as_it_was_measured(page):
         known = [100 * run["removed"][condition] for run in runs], *zip(*known, strict=True)
         said = page.execute_script("return byId('says0').textContent")
         for number, of_runs in zip(re.findall(r"[\d.]+\d", said), known, strict=True):
-            assert float(number) == pytest.approx(sum(of_runs) / len(runs), rel=0.01)
+            mean = sum(of_runs) / len(runs)  # whole %, nats to two digits
+            assert float(number) == pytest.approx(mean, abs=0.5 if mean > 10 else 0.006)
     at = page.execute_script("return [511, 512, 767, 768, 1500].map((d) => wrapped(d, 512))")
     assert at == [511, 256, 511, 256, 476]  # as the experiment turns them
 
