@@ -142,6 +142,14 @@ def sentences():
     learned = [str((shares >= 0.95).sum()) for shares in at_512]
     yield REPORT, "RoPE misses", learned[0], "of 10", "FoPE", learned[1], "ALiBi", learned[2]
 
+    # the cause
+    runs = json.loads(read("results/mechanism/wrap.json"))["runs"]
+    damage = np.mean([run["damage"] for run in runs])
+    yield REPORT, "far keys hidden", f"{damage:.2f} nats"
+    for how in ("wrapped", "held"):
+        shares = [[run["removed"][f"{p}, {how}"] for run in runs] for p in ("slow", "fast", "both")]
+        yield REPORT, how, *(plus(100 * np.array(share)) for share in shares)
+
     row = json.loads(read("results/mechanism/attention_row.json"))
     beyond = row["train_len"] // row["step"]
     shares = [f"{sum(rows[-1][beyond:]):.0%}" for rows in row["rows"].values()]
