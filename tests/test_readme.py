@@ -13,7 +13,7 @@ from conftest import ROOT
 from paper import results, tables
 
 README, REPORT, ARGUMENTS = "README.md", "results/README.md", "results/mechanism/README.md"
-COURSE, PAGE = "assignments/README.md", "docs/index.html"
+COURSE = "assignments/README.md"
 TEXTS = [README, REPORT, ARGUMENTS, COURSE]
 LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
 FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
@@ -77,7 +77,6 @@ def sentences():
     digits = {label: keys("parts", label, "token_accuracy")[1:] for label in found_by}
     far = (digits[label][3] for label in (FLOOR, "FoPE", SERIES, "RoPE"))
     far = "floor {}, FoPE {}, series {}, RoPE {}".format(*far).replace("%", " %")
-    yield PAGE, far
 
     # the paper's smallest model
     rises, shares, price, price_5M = [], [], [], []
