@@ -16,6 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
@@ -23,6 +24,9 @@ from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
 # --- learned biases
 
 QUERIES_PER_BLOCK = 128
+
+# all but cuDNN, which makes a plan for every length that is new
+NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class LearnedBias(PositionEmbedding):
@@ -57,7 +61,8 @@ class LearnedBias(PositionEmbedding):
         with torch.autocast(q.device.type, enabled=False):  # bf16 would round positions over 256
             bias = self.bias(i, j).masked_fill(j > i[:, None], -torch.inf).to(q.dtype)
         # (1, n_head, N, T): the fused CPU kernel wants 4 dimensions
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+        with sdpa_kernel(NO_PLANS):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
 
     def scores(self, q, k):
         t = torch.arange(q.size(-2), device=q.device)

@@ -16,13 +16,10 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from baselines import rope_scaling
+from baselines import NO_PLANS, rope_scaling
 from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
-
-# all but cuDNN, which makes a plan for every length that is new
-NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # --- what a model is
 

@@ -105,7 +105,8 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, 0.0, is_causal, scale=scale)[0]
     if attn_mask is not None:
-        assert attn_mask.dtype == q.dtype
+        # its blocks have 64 lengths in a text of 8192, and cuDNN would make a plan for each
+        assert attn_mask.dtype == q.dtype and not torch.backends.cuda.cudnn_sdp_enabled()
         attn_mask = attn_mask.expand(q.size(0), q.size(1), -1, -1)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     return kernel(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
