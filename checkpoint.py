@@ -58,7 +58,7 @@ def load_checkpoint(folder, device="cpu"):
     try:
         recipe = Recipe(**about.pop("recipe"))
         check_pos(recipe)
-        model = GPT(recipe)
+        model = GPT(recipe, draw=False)
         model.load_state_dict(weights)
     except Refused as e:
         raise Refused(f"{path}: {e}") from None
@@ -213,7 +213,7 @@ def with_pos(model, config):
     models are on the CPU.
     """
     check_pos(config)
-    new = GPT(config)
+    new = GPT(config, draw=False)
     weights = {name: w for name, w in model.state_dict().items() if ".pos." not in name}
     new.load_state_dict(weights, strict=False)
     for old_block, new_block in zip(model.blocks, new.blocks, strict=True):

@@ -130,7 +130,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, draw=True):
+        """draw=False: not its matrices, which takes longest, since weights will be loaded."""
         super().__init__()
         self.config = config
         self.slice_loss = loss_and_gradient  # at the end of this file; compile_parts compiles it
@@ -145,7 +146,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.n_embd, padded_vocab, bias=False)
             seed(config.seed)  # again: weights must not depend on how much the embedding has drawn
             std = config.init_std
-            for name, module in self.named_modules():
+            for name, module in self.named_modules() if draw else ():
                 if isinstance(module, nn.Linear | nn.Embedding) and ".pos." not in name:
                     nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
 
