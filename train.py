@@ -187,7 +187,7 @@ def train(run, device, stop_at=None):
             due = step % recipe.save_every == 0 or time.monotonic() - last_save > SAVE_SECONDS
             if due or stop or step in (stop_at, n_steps):
                 run.save(optimizer, step)
-                last_save = time.monotonic()
+                last_time, last_step, last_save = time.monotonic(), step, time.monotonic()
 
 
 if __name__ == "__main__":
