@@ -18,6 +18,7 @@ import shlex
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -41,6 +42,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("--out", required=True, type=Path, help="folder of the run, such as runs_out/fope")
     add("--resume", action="store_true", help="continue the run in --out, or start it")
+    known = dict(nargs="+", choices=["perplexity", "passkey"], default=[])
+    add("--evaluate", **known, help="at the end, as eval_perplexity.py and eval_passkey.py do")
     add("--stop_at", type=positive_int, help="save and stop after this step, as Ctrl-C would")
     common.add_device_flag(parser)
     add_flags(parser, RECIPES[preset])
@@ -118,6 +121,8 @@ def main(argv=None):
     device = common.init_distributed(args.device)
     with open_run(args.out, given, args.resume, device) as run:
         train(run, device, args.stop_at)
+    for name in args.evaluate if run.step == run.recipe.n_steps else []:
+        import_module(f"eval_{name}").main([str(args.out), "--device", args.device])
 
 
 def train(run, device, stop_at=None):

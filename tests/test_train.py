@@ -224,6 +224,33 @@ def test_a_hint_works_where_it_is_printed_and_half_a_run_is_named(
         assert ("step 10 of 20" in capsys.readouterr().out.split("is saved")[-1]) == (run == "half")
 
 
+def test_a_finished_run_is_read_at_once(data_folder, tmp_path, monkeypatch):
+    """Also one that was stopped; and no weights are drawn to be overwritten."""
+    flags = ["--evaluate", "perplexity", "passkey", "--lengths=256", "--trials=2"]
+    run = run_training(data_folder, tmp_path, *flags, "--stop_at=10")
+    assert not list(run.glob("p*.json"))
+    monkeypatch.setattr(torch.nn.init, "trunc_normal_", None)
+    run_training(data_folder, tmp_path, *flags, "--resume")
+    assert {path.stem for path in run.glob("p*.json")} == {"perplexity", "passkey"}
+
+
+def test_tokens_per_second_leave_out_a_save(data_folder, tmp_path, monkeypatch):
+    clock = [0]
+
+    def monotonic():
+        clock[0] += 1
+        return clock[0]
+
+    def save(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
+        clock[0] += 1_000_000
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(checkpoint_of_a_run, "save_checkpoint", save)
+    run = run_training(data_folder, tmp_path, "--log_every=2", "--save_every=5")
+    assert all(line["tokens_per_s"] > 1 for line in log(run))
+
+
 def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
     def save(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
         signal.raise_signal(signal.SIGINT)
