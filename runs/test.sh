@@ -14,6 +14,6 @@ if [[ " $* " == *" --all "* ]]; then
     install hf/requirements.txt "transformers, TRL, lm-eval, 700 MB; 2 to 10 minutes"
     install tests/requirements-all.txt "a browser's driver and notebooks, 150 MB; a minute"
 fi
-python -m pytest -q -n 2 "$@"
+"$python" -m pytest -q -n 2 "$@"
 ruff check .
 ruff format --check .
