@@ -80,10 +80,8 @@ def test_the_commands_on_a_gpu(project):
     words = f"train.py --preset 20M --device cuda --data {out}/data --batch_size 128"
     assert calls[0].startswith(words)
     budget = "--tokens 400000000 --read_tokens 4194305 --trials 1000"
-    assert (
-        f"--resume --pos rope {budget} --evaluate perplexity passkey --out {out}/rope_s0"
-        in calls[0]
-    )
+    words = f"--resume --pos rope {budget} --evaluate perplexity passkey --out {out}/rope_s0"
+    assert calls[0].endswith(words)
     assert run(project)[2][1:] == []  # all is there
 
 
@@ -103,7 +101,7 @@ def test_minutes_are_measured_once(project):
     assert calls[1].endswith(budget) and len(calls) == 2
     shutil.rmtree(project / "runs_out")  # and all that came before counts
     code, output, _ = run(project, *flags, "8", gpu=False, SECONDS="481")
-    assert code == 1 and output.splitlines()[-1].startswith("error: --minutes 8")
+    assert code == 1 and output.splitlines()[-1].endswith("s more than --minutes 8")
 
 
 def test_stopped_and_started_again(project):
@@ -117,8 +115,7 @@ def test_stopped_and_started_again(project):
     assert process.returncode == 130 and "the same command continues" in output
     (project / "hang").unlink()
     code, _, calls = run(project, "--device", "cpu")
-    assert code == 0
-    assert "--pos fope" in calls[1] and len(calls) == 1 + 3
+    assert code == 0 and "--pos fope" in calls[1] and len(calls) == 1 + 3
 
 
 def test_a_folder_of_shards_is_read_as_it_is(project):
@@ -132,8 +129,7 @@ def test_a_folder_of_shards_is_read_as_it_is(project):
 def test_nothing_is_installed(project):
     shutil.move(project / ".venv/bin", project / "bin")
     how = dict(gpu=False, NO_INSTALL="1")
-    (project / "books").mkdir()
-    flags = ["--device", "cpu", "--data", "books", "--unwrap"]
+    flags = ["--device", "cpu", "--data", "runs", "--unwrap"]
     code, output, calls = run(project, *flags, **how, PYTHON=str(project / "bin/python"))
     assert code == 0 and f"torch {torch.__version__}" in output, output
     assert "--unwrap" in calls[0] and "pip" not in (project / "calls").read_text()

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import count, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -235,18 +236,10 @@ def test_a_finished_run_is_read_at_once(data_folder, tmp_path, monkeypatch):
 
 
 def test_tokens_per_second_leave_out_a_save(data_folder, tmp_path, monkeypatch):
-    clock = [0]
-
-    def monotonic():
-        clock[0] += 1
-        return clock[0]
-
-    def save(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
-        clock[0] += 1_000_000
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(checkpoint_of_a_run, "save_checkpoint", save)
+    clock = count()
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    slow = lambda *_: next(islice(clock, 10_000, None))  # noqa: E731
+    monkeypatch.setattr(checkpoint_of_a_run.Run, "save", slow)
     run = run_training(data_folder, tmp_path, "--log_every=2", "--save_every=5")
     assert all(line["tokens_per_s"] > 1 for line in log(run))
 
