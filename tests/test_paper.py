@@ -125,7 +125,7 @@ def test_matched_noise_is_the_noise_of_the_tables(preset):
     plain, matched = noise(), (figures.FS_MATCHED, figures.DS[-1])
     for model in matched:
         matched_noise = noise(**model.changes_to(recipe)["pos_args"])
-        assert matched_noise == pytest.approx(plain, rel=0.02)
+        assert matched_noise.item() == pytest.approx(plain.item(), rel=0.02)
 
 
 def test_the_slowest_pair_of_theta_94_completes_one_cycle(tmp_path):
