@@ -35,10 +35,10 @@ def test_a_link_to_it_shows_a_picture_and_all_name_one_repository():
     owner, name = re.fullmatch(r"https://(.+)\.github\.io/(.+)/", preview["og:url"]).groups()
     assert preview["og:image"] == preview["og:url"] + "card.png" and preview["og:title"]
     assert (PAGE.parent / "card.png").read_bytes()[16:24].hex() == f"{1200:08x}{630:08x}"
-    for file in ("README.md", "pyproject.toml", "docs/index.html", "experiments/tour.ipynb"):
+    for file in ("README.md", "CITATION.cff", "docs/index.html", "experiments/tour.ipynb"):
         words = (ROOT / file).read_text(encoding="utf-8")
         found = re.findall(r"//([\w-]+)\.github\.io/([\w-]+)", words)
-        found += re.findall(r"clone .*//github\.com/([\w-]+)/([\w-]+)", words)
+        found += re.findall(r"(?:clone|repository-code:) .*//github\.com/([\w-]+)/([\w-]+)", words)
         assert set(found) <= {(owner, name)}, file
 
 

@@ -3,8 +3,10 @@
 import functools
 import json
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ COURSE = "assignments/README.md"
 TEXTS = [README, REPORT, ARGUMENTS, COURSE]
 LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
 FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
+PUT_BACK = ("slow, wrapped", "fast, wrapped", "slow, held", "fast, held")
 
 
 @functools.cache
@@ -93,10 +96,25 @@ def sentences():
     price = "9.4M parameters", span(price)
 
     # what was found
-    rope, fope = rise("figure1", "RoPE"), rise("figure1", "FoPE")
-    yield README, "RoPE's perplexity", *rope, "FoPE's", *fope, whole, "pieces", rope[0], *price
-    yield README, "Alone", floor, "series alone", series, far
-    yield README, "(QK-norm)", *(rise("parts", pos + NORM)[1] for pos in RIVALS)
+    rope = rise("figure1", "RoPE")
+    yield README, "floor alone", floor, "FoPE", whole, "series alone", series
+    yield README, "pieces", rope[0], *price, *(rise("parts", pos + NORM)[1] for pos in RIVALS)
+    runs = json.loads(read("results/mechanism/wrap.json"))["runs"]
+    back = [percent([100 * run["removed"][which] for run in runs]) for which in PUT_BACK]
+    yield README, "five seeds", *back[:2], "held", *back[2:]
+    ends = [values("figure1", pos, "by_position", [8192])[:, 0].mean(axis=0) for pos in RIVALS]
+    ends = [f"{part.mean():.1f}" for part in (ends[0][:4], ends[0][-4:], ends[1][-4:])]
+    yield README, "loss climbs from", *ends
+    every = ("figure1", "parts", "anywhere", "enough")
+    every = results.load_results([ROOT / "results" / f"{name}.json" for name in every])
+    for label in ("RoPE", "RoPE, theta 94", "FoPE", FLOOR, "ALiBi"):
+        text, asked = every["perplexity"][label], every["passkey_anywhere"][label]
+        _, ppl, _, n = results.seed_stats(text, "perplexity", [512, 8192])
+        row = f"| {label.replace('CF', 'floor')} | {ppl[0]:.1f} | {ppl[1]:.1f}"
+        _, share, _, of_keys = results.seed_stats(asked, "token_accuracy", [512, 2048])
+        yield README, row + f" | {100 * share[0]:.0f} | {100 * share[1]:.0f} | {n}, {of_keys} |"
+    learned = values("enough", "RoPE, theta 94", "accuracy", [512], "passkey_anywhere").mean()
+    yield README, "theta 94", f"{learned:.0%}", "of keys at 512"
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
     yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm), *price
     yield REPORT, "Alone", floor, whole, "series alone", series, far
@@ -121,7 +139,7 @@ def sentences():
 
     # passkeys
     rope, fope = keys("figure1", "RoPE"), keys("figure1", "FoPE")
-    yield README, "At 2048", fope[2], "4096", fope[3], "RoPE", rope[2]
+    yield README, fope[2], "at 2048", fope[3], "at 4096", "RoPE", rope[2]
     yield REPORT, "four times", fope[2], "RoPE", rope[2], "sixteen times", fope[4]
     at_4096 = 100 * values("figure1", "FoPE", "accuracy", [4096], "passkey").ravel()
     yield REPORT, "at 4096 it finds from", span(at_4096)
@@ -139,6 +157,7 @@ def sentences():
         yield REPORT, "RoPE", *(f"{share:.0%}" for share in np.ravel(shares))
     at_512 = [values("figure1", pos, "accuracy", [512], "passkey") for pos in (*RIVALS, "ALiBi")]
     learned = [str((shares >= 0.95).sum()) for shares in at_512]
+    yield README, "tuned with FoPE", str(10 - int(learned[0])), "of 10", "RoPE did not learn"
     yield REPORT, "RoPE misses", learned[0], "of 10", "FoPE", learned[1], "ALiBi", learned[2]
 
     # the cause
@@ -200,10 +219,18 @@ def test_what_does_not_rise_and_who_finds_no_key():
     nope = values("figure1_all", "NoPE", lengths=LENGTHS).mean(axis=0)
     assert np.ptp(nope) < 0.015 and {*keys("figure1_all", "NoPE")} == {"0%"}
     fope = values("figure1", "FoPE", lengths=LENGTHS).mean(axis=0)
-    assert min(fope) > values("figure1", "RoPE").mean(axis=0)[0]  # which reads pieces of 512
+    in_pieces = values("figure1", "RoPE").mean(axis=0)[0]
+    assert min(fope) > in_pieces < values("enough", "RoPE, theta 94").mean(axis=0)[1]
     assert {*keys("figure1", "RoPE")[3:]} == {*keys("anywhere", "RoPE")[2:]} == {"0%"}
     none = values("figure1", "FoPE", "accuracy", [8192], "passkey") == 0
     assert none.mean() == 0.5  # "half of its seeds none"
+
+
+def test_the_moving_picture_is_drawn_from_the_results(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Path, "write_text", lambda *path_and_text: drawn.append(path_and_text))
+    runpy.run_path(str(ROOT / "experiments" / "moving_picture.py"), run_name="__main__")
+    assert len(drawn) == 2 and all(path.read_text() == svg for path, svg in drawn)
 
 
 # --- tables, links, commands
