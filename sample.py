@@ -21,7 +21,7 @@ def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("run", help="the --out folder of a training run")
-    add("--prompt", default="\n", help="the text to go on with")
+    add("--prompt", action="append", help="the text to go on with; several take one start")
     add("--max_new_tokens", type=positive_int, default=200, help="%(default)s")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
@@ -33,22 +33,29 @@ def main(argv=None):
     device = common.init_distributed(args.device)
     model, _, _ = load_checkpoint(args.run, device)
     encoding = load_tokenizer(model.config.tokenizer, args.run)
-    if not (prompt := encoding.encode_ordinary(args.prompt)):
+    prompts = args.prompt or ["\n"]
+    if "" in prompts:
         raise Refused("--prompt is empty: there is nothing to go on with")
+    model.eval()
+    with suppress(AttributeError):  # a terminal may lack a character; a notebook has no terminal
+        sys.stdout.reconfigure(errors="replace")
+    for prompt in prompts:
+        go_on(model, encoding, prompt, args, device)
 
-    if len(prompt) > 16 * model.config.train_len:
-        print(f"note: {len(prompt):,} tokens are read anew for each that comes", file=sys.stderr)
+
+def go_on(model, encoding, prompt, args, device):
+    """Print the prompt and what the model says next, as if it were the only one."""
+    tokens = encoding.encode_ordinary(prompt)
+    if len(tokens) > 16 * model.config.train_len:
+        print(f"note: {len(tokens):,} tokens are read anew for each that comes", file=sys.stderr)
 
     # a token may end within a character, so bytes are decoded as they come
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     generator = torch.Generator(device).manual_seed(args.seed)
     options = dict(temperature=args.temperature, top_k=args.top_k, generator=generator)
-    model.eval()
-    with suppress(AttributeError):  # a terminal may lack a character; a notebook has no terminal
-        sys.stdout.reconfigure(errors="replace")
-    print(args.prompt, end="", flush=True)
+    print(prompt, end="", flush=True)
     with common.autocast(device):
-        idx = torch.tensor([prompt], device=device)
+        idx = torch.tensor([tokens], device=device)
         for token in model.generate(idx, args.max_new_tokens, **options):
             if token.item() == encoding.eot_token:
                 break

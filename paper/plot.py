@@ -180,7 +180,10 @@ def main(argv=None):
         out = (args.out or str(Path(paths[0]).with_suffix(""))).removesuffix(".png")
         if not Path(out).name or Path(out).is_dir() or out.endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
-        drawn = draw(results, out, measure)
+        every = [r for labels in results.values() for rows in labels.values() for r in rows]
+        quick = all("quick" in r["recipe"].get("preset", "") for r in every)  # demo.sh --quick
+        message = f"After {every[0]['step']} steps of training this means nothing" if quick else ""
+        drawn = draw(results, out, measure, message)
         print(markdown_table(results, measure))
         print(f"\nfigure: {drawn}", file=sys.stderr)
     elif not args.tables:

@@ -36,6 +36,15 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     assert style["RoPE to FoPE"]["ls"] == "--" and "ls" not in style["FoPE to FoPE"]
 
 
+def test_a_figure_of_next_to_no_training_says_so(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(plot, "draw", lambda *args: said.append(args[-1]))
+    for preset in ("quick", "tiny"):
+        path = changed(result_file(tmp_path, "perplexity", "rope", 0, 1, preset=preset), step=30)
+        plot.main([str(path)])
+    assert "30 steps" in said[0] and not said[1]
+
+
 VALUES = {"fope": (0.5, 0.7), "rope": (0.25, 0.25), "nope": (0.0, 0.1), "mine": (0.9, 1.0)}
 
 

@@ -59,6 +59,11 @@ def test_characters_of_several_bytes_come_whole_and_the_end_of_text_ends_it(tmp_
     assert capsys.readouterr().out == "aé€\n"
 
 
+def test_of_several_prompts_each_is_continued_as_if_it_were_the_only_one(checkpoint, capsys):
+    alone = text_of(capsys, checkpoint)
+    assert text_of(capsys, checkpoint, "--prompt", "Document 1.") == alone + alone
+
+
 def test_a_prompt_that_takes_long_is_named(tmp_path, capsys):
     run = byte_model(tmp_path, [*b"ab", 256])
     sample.main([str(run), "--prompt", "a" * 200, "--max_new_tokens", "1"])
