@@ -167,6 +167,13 @@ def sentences():
     for how in ("wrapped", "held"):
         shares = [[run["removed"][f"{p}, {how}"] for run in runs] for p in ("slow", "fast", "both")]
         yield REPORT, how, *(plus(100 * np.array(share)) for share in shares)
+    others = json.loads(read("results/mechanism/wrap_others.json"))["runs"]
+    three = {name: [r for r in others if r["name"] == name] for name in ("fope", "rope_a")}
+    three["cycle"] = [run for run in others if run["name"] == "rope_cycles1"]
+    nats = {k: f"{np.mean([run['damage'] for run in runs]):.2f}" for k, runs in three.items()}
+    gone = np.mean([run["removed"]["both, wrapped"] for run in three["rope_a"]])
+    yield REPORT, "theta 94", nats["cycle"], "FoPE", nats["fope"], "RoPE-A", nats["rope_a"]
+    yield REPORT, "wrapped", f"{gone:.0%}", "standing still"
 
     row = json.loads(read("results/mechanism/attention_row.json"))
     beyond = row["train_len"] // row["step"]
