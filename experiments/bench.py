@@ -34,7 +34,7 @@ from common import Bar
 from evaluation import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT
-from paper.tables import grid
+from paper.tables import bench_table
 from recipe import RECIPES
 
 
@@ -171,26 +171,6 @@ def summarise(rounds, measured):
     return summary
 
 
-def table(result, args):
-    """All that was measured, with a row for each thing that an embedding does."""
-    rows, peak = [], common.peak_flops(result["hardware"])
-    references = [name for name in ("nope", "rope") if name in result["summary"]]
-    for pos, row in result["summary"].items():
-        for what in result["rounds"]:
-            tokens = {"eval": args.eval_len, "decode": 1}.get(
-                what, args.batch_size * args.train_len
-            )
-            cells = [f"{pos}, {what}", f"{1000 * tokens / row[what]:,.1f}", f"{row[what]:,.0f}"]
-            cells += [f"{row[f'to_{name}'][what]:.2f}" for name in references]
-            known = peak and f"{what}_flops" in row
-            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if known else "-"]
-            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}" if f"{what}_bytes" in row else "-"]
-            rows.append([*cells, row.get(f"{what}_kernels", "-")])
-    title = f"{result['preset']}, T = {args.train_len}, batch {args.batch_size}"
-    ratios = [f"to {name}" for name in references]
-    return grid([title, "ms", "tokens/s", *ratios, "MFU", "GB", "attention"], rows)
-
-
 def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add, positive = parser.add_argument, common.positive_int
@@ -224,7 +204,7 @@ def main(argv=None):
     result |= {name: getattr(args, name) for name in ("train_len", "batch_size", "eval_len")}
     result |= {"command": common.command()} | common.provenance(device)
     result |= {"summary": summarise(rounds, measured), "rounds": rounds}
-    print(f"\n{table(result, args)}\n\n{result['hardware']}, {result['software']}")
+    print(f"\n{bench_table(result)}\n\n{result['hardware']}, {result['software']}")
     common.write_json(out, result)
     print(f"wrote {out}")
 

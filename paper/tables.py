@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import file_sha256, read_json
+from common import file_sha256, peak_flops, read_json
 from paper.results import (
     common_lengths,
     half_interval,
@@ -147,21 +147,22 @@ def primary_table(rows):
 
 
 def bench_table(result):
-    """A result of experiments/bench.py: speed and memory of each embedding."""
-    summary = result["summary"]
-    references = [name for name in ("nope", "rope") if name in summary]
-    ratios = [f"to {name}" for name in references]
-    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
-    columns = [title, "training, tokens/s", *ratios, "GB"]
-    columns += [f"reading {result['eval_len']}, tokens/s", *ratios, "GB"]
-    rows = []
-    for pos, row in summary.items():
-        cells = [pos]
-        for what in ("train", "eval"):
+    """A result of experiments/bench.py: a row for each thing that an embedding does."""
+    rows, peak = [], peak_flops(result["hardware"])
+    references = [name for name in ("nope", "rope") if name in result["summary"]]
+    step = result["batch_size"] * result["train_len"]
+    works = {"train": step, "compiled": step, "eval": result["eval_len"], "decode": 1}
+    for pos, row in result["summary"].items():
+        for what in (what for what in works if what in row):
+            cells = [f"{pos}, {what}", f"{1000 * works[what] / row[what]:,.1f}"]
             cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
-            cells.append(f"{row[f'{what}_bytes'] / 1e9:.2f}")
-        rows.append(cells)
-    return grid(columns, rows)
+            known = peak and f"{what}_flops" in row
+            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if known else "-"]
+            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}" if f"{what}_bytes" in row else "-"]
+            rows.append([*cells, row.get(f"{what}_kernels", "-")])
+    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
+    ratios = [f"to {name}" for name in references]
+    return grid([title, "ms", "tokens/s", *ratios, "MFU", "GB", "attention"], rows)
 
 
 # --- the one table to cite
