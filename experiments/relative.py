@@ -23,7 +23,6 @@ from fope import FoPE, RoPE
 
 SHAPE = dict(head_dim=64, n_head=8, train_len=512)
 SIGMAS = [0, 0.1, 0.2, 0.3, 0.4, 0.5]
-APART = 20  # tokens between the query and the key of the example
 
 
 def scores_of_one_content(pos, T, seed=0):
@@ -57,35 +56,22 @@ def measure(seeds=3, T=512):
     rope = not_relative(scores_of_one_content(RoPE(**SHAPE), T))
     numbers = {"sigma": SIGMAS, "seeds": seeds, "positions": T, **SHAPE}
     numbers |= {"not_relative": shares, "rope": rope}
-    for cls, keywords in ((RoPE, {}), (FoPE, {"variant": "paper"})):
-        torch.manual_seed(0)
-        scores = scores_of_one_content(cls(**SHAPE, **keywords), T)[0].diagonal(-APART)
-        numbers[f"example_{cls.__name__}"] = [round(s, 4) for s in scores.tolist()]
     return numbers
 
 
 def main(argv=None):
     args = Parser(__doc__).parse_args(argv)
     numbers = measure()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-
+    fig, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     percent = {v: [100 * s for s in shares] for v, shares in numbers["not_relative"].items()}
     for variant, colour, std in (("released", RED, "sigma/14"), ("paper", BROWN, "sigma")):
         label = f"FoPE, {variant} (noise std {std})"
-        left.plot(SIGMAS, percent[variant], "o-", color=colour, label=label)
-    left.axhline(100 * numbers["rope"], color=BLUE, label="RoPE")
+        ax.plot(SIGMAS, percent[variant], "o-", color=colour, label=label)
+    ax.axhline(100 * numbers["rope"], color=BLUE, label="RoPE")
     paper, released = (percent[v][SIGMAS.index(0.3)] for v in ("paper", "released"))
-    title = "What i - j leaves unexplained at sigma 0.3:\n"
-    title += f"{paper:.0f} % (equations), {released:.0f} % (released code)"
-    tidy(left, "sigma", "not a function of i - j (% of std)", title)
-
-    labels = {"RoPE": (BLUE, "RoPE"), "FoPE": (BROWN, "FoPE, equations, sigma 0.3")}
-    for name, (colour, label) in labels.items():
-        scores = numbers[f"example_{name}"]
-        right.plot(range(APART, APART + len(scores)), scores, color=colour, lw=1, label=label)
-    title = f"Same query, same key, always {APART} tokens apart"
-    tidy(right, "position i of the query", f"S(i, i - {APART})", title, loc="upper right", ncols=2)
-    right.set_ylim(top=4)
+    title = f"What i - j leaves unexplained at sigma 0.3: {paper:.0f} % (equations), "
+    title += f"{released:.0f} % (released code)"
+    tidy(ax, "sigma", "not a function of i - j (% of std)", title)
     save(numbers, args.out, "relative", fig)
 
 
