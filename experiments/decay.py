@@ -53,8 +53,15 @@ def main(argv=None, T=1024):
     for name, (curve, colour) in curves.items():
         ax.plot(curve, color=colour, label=name, lw=1.3)
     title = "The slow decay is made by the frequencies under the floor, which FoPE holds constant"
-    tidy(ax, "distance (tokens; dotted: training length)", "score of constant q and k", title)
-    ax.set_ylim(-0.5, 1.1)
+    tidy(
+        ax,
+        "distance (tokens; dotted: training length)",
+        "score of constant q and k",
+        title,
+        loc="upper center",
+        ncols=3,
+    )
+    ax.set_ylim(-0.5, 1.6)  # room for the legend
     ax.axvline(N, color=BLACK, lw=0.8, ls=":")
     numbers = {name: curve.numpy().round(4).tolist() for name, (curve, _) in curves.items()}
     save(SHAPE | {"floor": floor, "constant": numbers}, args.out, "decay", fig)
