@@ -60,7 +60,7 @@ def load_results(paths, of_today=()):
             continue  # the same one, in two files
         if seed_of(result) in map(seed_of, by_kind[kind][label]):
             what = f"a second result of {label} with seed {seed_of(result)}"
-            raise Refused(f"{path} has {what}; tell them apart by --label")
+            raise Refused(f"{path} has {what}; tell them apart by the evaluation's --label")
         by_kind[kind][label].append(result)
     check_together(by_kind)
     order = [*NAMES, *(result["recipe"]["pos"] for result, _ in every)]
@@ -96,7 +96,7 @@ def check_together(by_kind):
             for name in set().union(*trained) - set(MAY_DIFFER):
                 if len({str(recipe.get(name)) for recipe in trained}) > 1:
                     what = f"the seeds of {label} differ in {name}"
-                    raise Refused(f"{what}; tell them apart by --label")
+                    raise Refused(f"{what}; tell them apart by the evaluation's --label")
 
 
 def check_same_text(kind, results):
