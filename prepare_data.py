@@ -394,8 +394,8 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
     if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
-        where = "of the validation text, in pieces of 64 tokens, is training text, too"
-        print(f"note: {share:.1%} {where}: the loss on it will be too low")
+        where = "of the validation text, in pieces of 64 tokens, is in the training text, too"
+        print(f"note: {share:.1%} {where} (a copy, or phrases that recur): its loss will be low")
 
 
 if __name__ == "__main__":
