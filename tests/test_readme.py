@@ -102,13 +102,18 @@ def sentences():
     runs = json.loads(read("results/mechanism/wrap.json"))["runs"]
     back = [percent([100 * run["removed"][which] for run in runs]) for which in PUT_BACK]
     yield README, "five seeds", *back[:2], "held", *back[2:]
+    yield REPORT, "in trained models", *back
     ends = [values("figure1", pos, "by_position", [8192])[:, 0].mean(axis=0) for pos in RIVALS]
     ends = [f"{part.mean():.1f}" for part in (ends[0][:4], ends[0][-4:], ends[1][-4:])]
     yield README, "loss climbs from", *ends
-    every = ("figure1", "parts", "anywhere", "enough")
-    every = results.load_results([ROOT / "results" / f"{name}.json" for name in every])
+    every = ("figure1", "parts", "enough")
+    every, older = (
+        results.load_results([ROOT / "results" / f"{name}.json" for name in names])
+        for names in (every, ["anywhere"])
+    )
+    asked_of = older["passkey_anywhere"] | every["passkey_anywhere"]
     for label in ("RoPE", "RoPE, theta 94", "FoPE", FLOOR, "ALiBi"):
-        text, asked = every["perplexity"][label], every["passkey_anywhere"][label]
+        text, asked = every["perplexity"][label], asked_of[label]
         _, ppl, _, n = results.seed_stats(text, "perplexity", [512, 8192])
         row = f"| {label.replace('CF', 'floor')} | {ppl[0]:.1f} | {ppl[1]:.1f}"
         _, share, _, of_keys = results.seed_stats(asked, "token_accuracy", [512, 2048])
