@@ -40,17 +40,17 @@ PUT_BACK = {"none": "rope", "slow, wrapped": "slow", "fast, wrapped": "fast", "n
 @torch.no_grad()
 def attention_rows(model, windows, T):
     """[for the query at STEP - 1, 2 STEP - 1, ...: [share of each step of distance, ...], ...]"""
-    heard, attn = [], model.blocks[-1].attn
+    heard, attn, device = [], model.blocks[-1].attn, model.embed.weight.device
     hooks = [
         m.register_forward_hook(lambda *a: heard.append(a[-1])) for m in (attn.q_norm, attn.k_norm)
     ]
-    rows = torch.zeros(T // STEP, T // STEP)
+    rows = torch.zeros(T // STEP, T // STEP, device=device)
+    future = torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
     for window in windows:
         heard.clear()
-        model(torch.as_tensor(window[:T]).long()[None])
+        model(torch.as_tensor(window[:T]).long()[None].to(device))
         scores = attn.pos.scores(*heard)[0]  # (n_head, T, T), of q and k before their rotation
-        scores.masked_fill_(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-        weights = scores.softmax(dim=-1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
         for n, row in enumerate(rows):
             for t in range((n + 1) * STEP - QUERIES, (n + 1) * STEP):
                 near_first = weights[:, t, : t + 1].mean(dim=0).flip(0)

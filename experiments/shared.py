@@ -37,12 +37,12 @@ class Parser(ArgumentParser):
         return args
 
 
-def save(numbers, out, name, fig=None):
+def save(numbers, out, name, fig=None, device=None):
     """The numbers as json, with where they are from; the figure that shows them as png."""
     if fig:
         fig.savefig(out / f"{name}.png", dpi=160)
         plt.close(fig)
-    about = {"command": command(), **provenance(torch.device("cpu"))}
+    about = {"command": command(), **provenance(device or torch.device("cpu"))}
     write_json(out / f"{name}.json", about | numbers)
     print(f"wrote {out / name}.json")
 

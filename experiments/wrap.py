@@ -31,7 +31,13 @@ from attention_row import STEP, attention_rows
 from shared import BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
 
 from checkpoint import load_checkpoint
-from common import Refused, one_sentence_errors, positive_int
+from common import (
+    Refused,
+    add_device_flag,
+    init_distributed,
+    one_sentence_errors,
+    positive_int,
+)
 from data import TokenData, window_loss
 from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
@@ -60,9 +66,9 @@ class PutBack(PositionEmbedding):
 
     def scores(self, q, k):
         N, half, T = self.train_len, self.train_len // 2, q.size(-2)
-        t = torch.arange(T)
+        t = torch.arange(T, device=q.device)
         distance = t[:, None] - t
-        scores = torch.zeros(T, T)
+        scores = 0.0
         for pairs, dims in self.dims.items():
             turned_q = self.turned(q, t, dims)
             part = turned_q @ self.turned(k, t, dims).mT
@@ -81,16 +87,18 @@ class PutBack(PositionEmbedding):
         return (scores / math.sqrt(self.head_dim)).masked_fill(hidden, -torch.inf)
 
     def attend(self, q, k, v):
-        future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).triu(1)
-        return self.scores(q, k).masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+        with torch.autocast(q.device.type, enabled=False):  # a fused kernel's scores are fp32
+            scores = self.scores(q.float(), k.float())
+            future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+            return scores.masked_fill(future, -torch.inf).softmax(dim=-1).to(v.dtype) @ v
 
 
-def measure(run, length, n_windows, conditions):
+def measure(run, length, n_windows, conditions, device):
     """
     One run: its loss under each condition, the damage, the share of it that goes; in steps of STEP
     positions the loss and the last layer's attention by distance (attention_row.py).
     """
-    model, _, _ = load_checkpoint(run)
+    model, _, _ = load_checkpoint(run, device)
     trained = [block.attn.pos for block in model.blocks]
     if not isinstance(trained[0], RoPE):
         raise Refused(f"{run} has no pairs that turn")
@@ -146,17 +154,19 @@ def main(argv=None):
     add("--length", type=positive_int, default=2048, help="tokens of a text")
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
+    add_device_flag(parser)
     usual = list(CONDITIONS)
     add("--conditions", nargs="+", choices=usual, default=usual, help="none and near among them")
     args = parser.parse_args(argv)
-    how = args.length, args.windows, args.conditions
+    device = init_distributed(args.device)
+    how = args.length, args.windows, args.conditions, device
     rows = [measure(run, *how) for run in args.runs]
     train_len = load_checkpoint(args.runs[0])[0].config.train_len
     numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
     first = [row for row in rows if row["name"] == rows[0]["name"]]
     file = "_".join(filter(None, ("wrap", args.name)))
     fig = draw(first, train_len) if args.conditions == usual else None
-    save(numbers | {"runs": rows}, args.out, file, fig)
+    save(numbers | {"runs": rows}, args.out, file, fig, device)
 
 
 if __name__ == "__main__":
