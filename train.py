@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import common
 from checkpoint import open_run
 from common import Bar, Refused, positive_int
-from data import Batches, TokenData, window_loss
+from data import Batches, TokenData, load_tokenizer, window_loss
 from recipe import RECIPES, add_flags
 
 SAVE_SECONDS = 300
@@ -120,6 +120,8 @@ def main(argv=None):
     args, given = parse_args(argv)
     device = common.init_distributed(args.device)
     with open_run(args.out, given, args.resume, device) as run:
+        if args.evaluate:  # GPT-2's may not be there: to be said before hours of training
+            load_tokenizer(run.recipe.tokenizer, run.recipe.data)
         train(run, device, args.stop_at)
     for name in args.evaluate if run.step == run.recipe.n_steps else []:
         import_module(f"eval_{name}").main([str(args.out), "--device", args.device])

@@ -2,6 +2,7 @@
 Results to Markdown tables.
 """
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ from paper.results import (
 ROWS = {  # title, name in the json, factor, digits
     "perplexity": [("perplexity per {unit}{corpus}", "perplexity", 1, 2)],
     "loss": [("loss in nats per {unit}{corpus}", "loss", 1, 2)],
+    "per_byte": [("loss in nats per byte{corpus}", "bits_per_byte", math.log(2), 2)],
     "task": [
         ("whole {task}s, %", "accuracy", 100, 0),
         ("{task} {part}, %", "token_accuracy", 100, 0),
@@ -211,7 +213,7 @@ OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 def table_of(name, options, folder):
     """
     The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json. Options are
-    loss, whole, place, kind=KIND and to=LABEL.
+    loss, per_byte, whole, place, kind=KIND, on=CORPUS and to=LABEL.
     """
     path = Path(folder) / f"{name}.json"
     if name == "all":
@@ -223,10 +225,12 @@ def table_of(name, options, folder):
     options = dict(option.partition("=")[::2] for option in options.split())
     results = load_results([path])
     if kind := options.get("kind"):
+        kind += f" on {options['on']}" if "on" in options else ""
         results = {kind: results[kind]}
     if "place" in options:
         return place_table(results)
-    measure, to = "loss" if "loss" in options else "perplexity", options.get("to", "FoPE")
+    measure = next((m for m in ROWS if m in options), "perplexity")
+    to = options.get("to", "FoPE")
     return markdown_table(results, measure, to, whole="whole" in options)
 
 

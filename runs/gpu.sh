@@ -9,7 +9,8 @@
 #                                           more than 0.4B are several passes over the data
 #   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
-#   NO_INSTALL=1 bash runs/gpu.sh ...       with the packages that are there, without a network
+#   NO_INSTALL=1 bash runs/gpu.sh ...       with the packages that are there, without a network;
+#                                           GPT-2's vocabulary: .venv/gpt2 of a machine that had one
 #
 # A step has 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started
 # again, it skips what is finished and continues what is not.

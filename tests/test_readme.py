@@ -92,13 +92,36 @@ def sentences():
         price += [*100 * (at[1] / at[0] - 1)[:, 0]]
         price_5M += [*100 * (at_5M[1] / at_5M[0] - 1)[:, 0]]
     yield REPORT, "rises by", rises[0], rises[2], "FoPE's", rises[1], rises[3], span(shares)
-    yield REPORT, "at 1x", span(price), "after 5M tokens", percent(price_5M)
-    price = "9.4M parameters", span(price)
+    yield REPORT, "At 1x", span(price), "after 5M tokens", percent(price_5M)
+
+    # 60M on a GPU: books, then C4
+    kinds, less = ("perplexity on books", "perplexity on c4"), ("RoPE, theta 94", "FoPE", FLOOR)
+    gone = [[percent(removed(la, "RoPE", 8192, "gpu_60M", kind)) for la in less] for kind in kinds]
+    yield REPORT, "theta 94 reads best", *gone[0], "C4", *(share[:-1] for share in gone[1])
+    yield REPORT, "on text", "at 60M", gone[0][0]
+    yield REPORT, "removes 84 %", "at 60M", gone[0][1]
+    yield README, "At 60M", *gone[0]
+    runs = json.loads(read("results/mechanism/wrap_60M.json"))["runs"]
+    by_name = {run["name"]: run for run in runs}
+    back = [percent([100 * by_name["rope"]["removed"][which]]) for which in PUT_BACK[:2]]
+    yield REPORT, "slow pairs put back (wrapped)", *back
+    yield README, "At 60M", *back
+    others = [by_name[name] for name in ("theta94", "fope", "floor")]
+    share = [percent([100 * run["damage"] / by_name["rope"]["damage"]])[:-1] for run in others]
+    fast = [percent([100 * run["removed"]["fast, wrapped"]])[:-1] for run in others]
+    yield REPORT, "Theta 94, FoPE and floor have", *share, "fast pairs", *fast
+    speed = json.loads(read("results/bench_60M_cuda.json"))["summary"]
+    for how in ("compiled", "train"):
+        rates = [f"{round(speed[pos][how], -3):,.0f}" for pos in ("rope", "fope", "alibi")]
+        yield REPORT, "compiled", *rates
+    yield README, f"{round(speed['rope']['compiled'], -3):,.0f} tokens/s"
 
     # what was found
     rope = rise("figure1", "RoPE")
     yield README, "floor alone", floor, "FoPE", whole, "series alone", series
-    yield README, "pieces", rope[0], *price, *(rise("parts", pos + NORM)[1] for pos in RIVALS)
+    price = np.diff([values("figure1", pos)[:, 0].mean() for pos in RIVALS])[0]
+    norms = (rise("parts", pos + NORM)[1] for pos in RIVALS)
+    yield README, "pieces", rope[0], f"{price:.2f} nats above", *norms
     runs = json.loads(read("results/mechanism/wrap.json"))["runs"]
     back = [percent([100 * run["removed"][which] for run in runs]) for which in PUT_BACK]
     yield README, "five seeds", *back[:2], "held", *back[2:]
@@ -121,7 +144,8 @@ def sentences():
     learned = values("enough", "RoPE, theta 94", "accuracy", [512], "passkey_anywhere").mean()
     yield README, "theta 94", f"{learned:.0%}", "of keys at 512"
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
-    yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm), *price
+    yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm)
+    yield REPORT, "At 512 it starts", f"{price:.2f} nats"
     yield REPORT, "Alone", floor, whole, "series alone", series, far
     parts = [rise("parts", label) for label in ("RoPE", FLOOR, SERIES, "FoPE")]
     yield COURSE, "RoPE", *parts[0], "floor", *parts[1], "series", *parts[2], "both", *parts[3]
@@ -157,9 +181,8 @@ def sentences():
     how = ("token_accuracy", LENGTHS[1:], "passkey")
     hidden = results.half_interval(values("parts", FLOOR, *how) - values("parts", "FoPE", *how))
     yield REPORT, "one of", span(100 * hidden), "points could hide"
-    for name, length in (("accuracy", 1024), ("token_accuracy", 8192)):
-        shares = [values("pilot_512", pos, name, [length], "passkey") for pos in RIVALS]
-        yield REPORT, "RoPE", *(f"{share:.0%}" for share in np.ravel(shares))
+    shares = [values("pilot_512", pos, "accuracy", [1024], "passkey") for pos in RIVALS]
+    yield REPORT, "RoPE", *(f"{share:.0%}" for share in np.ravel(shares))
     at_512 = [values("figure1", pos, "accuracy", [512], "passkey") for pos in (*RIVALS, "ALiBi")]
     learned = [str((shares >= 0.95).sum()) for shares in at_512]
     yield README, "tuned with FoPE", str(10 - int(learned[0])), "of 10", "RoPE did not learn"

@@ -37,7 +37,7 @@ import model
 import prepare_data
 import train
 from checkpoint import load_checkpoint
-from common import one_sentence_errors
+from common import Refused, one_sentence_errors
 from fope import POSITION_EMBEDDINGS, FoPE, NoPE, rope_freqs
 from recipe import RECIPES
 from train import learning_rate
@@ -233,6 +233,18 @@ def test_a_finished_run_is_read_at_once(data_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.init, "trunc_normal_", None)
     run_training(data_folder, tmp_path, *flags, "--resume")
     assert {path.stem for path in run.glob("p*.json")} == {"perplexity", "passkey"}
+
+
+def test_a_tokenizer_that_is_not_there_is_said_before_training(data_folder, tmp_path, monkeypatch):
+    """On a GPU without a network, GPT-2's."""
+
+    def not_there(name, folder):
+        raise Refused(f"{name} is not there")
+
+    monkeypatch.setattr(train, "load_tokenizer", not_there)
+    with pytest.raises(Refused, match="is not there"):
+        run_training(data_folder, tmp_path, "--evaluate", "perplexity")
+    assert not list(tmp_path.rglob("log.jsonl"))
 
 
 def test_tokens_per_second_leave_out_a_save(data_folder, tmp_path, monkeypatch):
