@@ -31,6 +31,10 @@ if words[0] == "train.py":
 """
 
 
+# what this shell may have set, and a newcomer has not
+UNSET = ("TIKTOKEN_CACHE_DIR", "NO_INSTALL", "PYTHON")
+
+
 @pytest.fixture
 def project(tmp_path):
     """The script, with a python that notes how it is called and writes what follows need."""
@@ -52,7 +56,8 @@ def project(tmp_path):
 
 def command(project, *flags, gpu=True, **env):
     path = f"{project}/.venv/bin:{os.environ['PATH']}" if gpu else "/usr/bin:/bin"
-    how = dict(cwd=project, env={**os.environ, "PATH": path, **env}, text=True)
+    env = {**os.environ, "PATH": path, **dict.fromkeys(UNSET, ""), **env}
+    how = dict(cwd=project, env=env, text=True)
     words = ["bash", "runs/gpu.sh", *flags]
     return subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **how
