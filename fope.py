@@ -280,8 +280,7 @@ class FoPE(RoPE):
     heads share one, as the queries of a key head do in a grouped model.
 
     The equations' logit is one series in i - j. Code turns q and k each, so the logit is a product
-    of two series and, with noise, depends on i and j. FoPERelative in paper/readings.py is the
-    equations' own.
+    of two series and, with noise, depends on i and j.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def without_solutions(text, file, given):
             else:
                 del lines[node.lineno - 1 : node.end_lineno]
             text = "\n".join(lines)
-    return text.replace(" FoPERelative in paper/readings.py is the\n    equations' own.", "")
+    return text
 
 
 def main(argv=None):
@@ -68,7 +68,6 @@ def main(argv=None):
         file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, file)
     shutil.copy(ROOT / "assignments" / "mine.py", args.folder)
-    (args.folder / "paper" / "readings.py").unlink()  # its rotations show how FoPE's are made
     with zipfile.ZipFile(args.folder / "assignments" / "answers.zip", "w") as archive:
         for file in sorted({*FILES.values()}):
             text = (args.folder / file).read_text(encoding="utf-8")

@@ -3,7 +3,6 @@ What does each position embedding cost? Training and reading, measured on whatev
 
     python experiments/bench.py                                      tiny, a CPU: minutes
     python experiments/bench.py --preset 60M --batch_size 64 --compile               one GPU
-    python experiments/bench.py --llama --pos rope fope --batch_size 1             hf/: minutes
 
 All embeddings take turns in one process, one training step or one long text each, on random tokens,
 and many rounds of it. A ratio is taken within a round, since a machine's speed drifts; the table,
@@ -74,32 +73,6 @@ class Workload:
         return tokens / (time.perf_counter() - start)
 
 
-class LlamaWorkload(Workload):
-    """A Llama with grouped keys and the embedding (hf/), a batch and 2000 tokens in its cache."""
-
-    def __init__(self, args, pos, what, device):
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        from hf.swap import swap_position_embedding
-
-        heads = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64)
-        sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, vocab_size=512)
-        self.model = LlamaForCausalLM(LlamaConfig(**heads, **sizes)).to(device)
-        swap_position_embedding(self.model, pos, args.train_len)
-        self.batch = torch.randint(512, (args.batch_size, args.train_len + 1), device=device)
-        text, self.what, self.device = torch.randint(512, (1, 2000), device=device), what, device
-        with torch.no_grad():
-            self.cache = self.model(text, use_cache=True).past_key_values
-
-    def run(self):
-        """A training step, without the optimizer, or "decode": one token more."""
-        if self.what == "train":
-            self.model(self.batch, labels=self.batch).loss.backward()
-            return self.batch[:, 1:].numel()
-        with torch.no_grad():
-            return self.model(self.batch[:1, :1], past_key_values=self.cache).logits.size(1)
-
-
 def attention_kernels(run):
     """The names of the kernels that torch chooses for attention within run()."""
     names, attend = set(), F.scaled_dot_product_attention
@@ -149,9 +122,9 @@ def measure_alone(args, whats, device):
 
 def measure_speed(args, whats, device):
     """{what: [{embedding: tokens/s} of each round]}"""
-    kind, rounds = LlamaWorkload if args.llama else Workload, {}
+    rounds = {}
     for what in whats:
-        works = {pos: kind(args, pos, what, device) for pos in args.pos}
+        works = {pos: Workload(args, pos, what, device) for pos in args.pos}
         for work in works.values():
             work.rate()  # the first time compiles and fills caches
         n = args.rounds if what in ("train", "compiled") else args.eval_rounds
@@ -183,24 +156,21 @@ def main(argv=None):
     add("--rounds", type=positive, default=10, help="training steps of each")
     add("--eval_rounds", type=positive, default=3, help="texts of each")
     add("--compile", action="store_true", help="a compiled step, too")
-    add("--llama", action="store_true", help="in a Llama: a step and decoding, speed alone")
     common.add_device_flag(parser)
     add("--out", type=Path, help="the json file, if not results/bench_{preset}_{device}.json")
     args = parser.parse_args(argv)
     device = common.init_distributed(args.device)
-    preset = "llama" if args.llama else args.preset
-    folder = ROOT / "results" / ("mechanism" if args.llama else "")
-    out = args.out or folder / f"bench_{preset}_{device.type}.json"
+    out = args.out or ROOT / "results" / f"bench_{args.preset}_{device.type}.json"
     if args.out and out.exists() and "summary" not in common.read_json(out):
         raise common.Refused(f"--out {out} is there already and is no result of this script")
     common.make_folder(out.parent)  # now, not after the work
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000
 
-    whats = ["train"] + ["compiled"] * args.compile + ["decode" if args.llama else "eval"]
-    measured = {pos: {} for pos in args.pos} if args.llama else measure_alone(args, whats, device)
+    whats = ["train"] + ["compiled"] * args.compile + ["eval"]
+    measured = measure_alone(args, whats, device)
     rounds = measure_speed(args, whats, device)
-    result = {"kind": "bench_llama" if args.llama else "bench", "preset": preset}
+    result = {"kind": "bench", "preset": args.preset}
     result |= {name: getattr(args, name) for name in ("train_len", "batch_size", "eval_len")}
     result |= {"command": common.command()} | common.provenance(device)
     result |= {"summary": summarise(rounds, measured), "rounds": rounds}

@@ -205,13 +205,6 @@ TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
 TABLE2 += with_changes(TABLE2, "qk", "{} + QK-norm", qk_norm=True)
 PARTS = (*PAIR, CF, FS_MATCHED, *with_changes(PAIR, "qk", "{} + QK-norm", qk_norm=True))
 PARTS += plain("kerple")
-# a product of two series holds the noise twice, the series on the score once: sqrt(2) * 0.3
-ON_THE_SCORE = dict(pos="paper.readings.FoPERelative", pos_args=dict(sigma=0.4243))
-READINGS = (
-    *PAIR,
-    Model("fope_shared", dict(pos="paper.readings.FoPEShared"), "FoPE, one draw for cos and sin"),
-    Model("fope_relative", ON_THE_SCORE, "FoPE, series on the score"),
-)
 # What is enough? Keys of five; text of these and of more, but where figure1 and parts have it.
 KEYS_ALONE = tuple(
     replace(m, kinds=("passkey_anywhere",)) for m in (*plain("alibi", "rope", "fope"), CF)
@@ -280,7 +273,6 @@ FIGURES = {
     "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
     "table2": Figure("QK-norm and aligned frequencies", TABLE2, to="RoPE"),
     "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
-    "readings": Figure("Eq. 11 as a series on the score", READINGS, BOTH),
 }
 
 # The comparisons that carry the report's claims at 512 tokens, named before any of these models was

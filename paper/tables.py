@@ -153,7 +153,7 @@ def bench_table(result):
     rows, peak = [], peak_flops(result["hardware"])
     references = [name for name in ("nope", "rope") if name in result["summary"]]
     step = result["batch_size"] * result["train_len"]
-    works = {"train": step, "compiled": step, "eval": result["eval_len"], "decode": 1}
+    works = {"train": step, "compiled": step, "eval": result["eval_len"]}
     for pos, row in result["summary"].items():
         for what in (what for what in works if what in row):
             cells = [f"{pos}, {what}", f"{1000 * works[what] / row[what]:,.1f}"]

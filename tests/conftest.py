@@ -20,7 +20,6 @@ import prepare_data  # noqa: E402
 import train  # noqa: E402
 from baselines import POSITION_EMBEDDINGS, rope_scaling  # noqa: E402
 from common import one_sentence_errors  # noqa: E402
-from paper import readings  # noqa: E402
 
 os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(ROOT / ".venv" / "gpt2"))
 torch.set_num_threads(1)  # small tensors are faster on one, and a busy machine slows two down
@@ -128,8 +127,6 @@ def pos_name(request):
     return request.param
 
 
-# for the tests that ask for them by name; train.py knows them as paper.readings.FoPEShared
-POSITION_EMBEDDINGS |= {"fope_shared": readings.FoPEShared, "fope_relative": readings.FoPERelative}
 SHAPE = dict(head_dim=16, n_head=2, train_len=40)
 
 

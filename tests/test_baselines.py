@@ -1,6 +1,5 @@
 """KERPLE, FIRE, RoPE-A, YaRN and interpolation against their formulas, written a second time."""
 
-import cmath
 import math
 
 import pytest
@@ -95,37 +94,6 @@ def test_aligned_frequencies_are_rounded_as_asked(rounding):
         make_embedding("rope_a", rounding="half")
 
 
-# --- FoPE's equations, read otherwise
-
-
-def test_the_relative_series_is_equation_11():
-    """The logit written out with complex numbers, one term for each k and d, from the formula."""
-    pos = make_embedding("fope_relative", sigma=0.5, variant="paper", n_freq=6)
-    q, k, _ = draw_qkv(9).double()
-    (_, D, K), i, j = pos.cos_coef.shape, 8, 3
-    z, w = (torch.complex(*x[0, 1].chunk(2, dim=-1)) for x in (q, k))  # head 1: (T, head_dim / 2)
-    logit = (z[i, K:] * w[j, K:].conj()).real.sum()
-    for d in range(D):
-        turn = cmath.exp(1j * pos.freqs[d].item() * (i - j))
-        product = z[i, :K] * w[j, :K].conj() * turn
-        logit += (pos.cos_coef[1, d].double() * product.real).sum()
-    found = pos.scores(q.float(), k.float())[0, 1, i, j].item()
-    assert found == pytest.approx(logit.item() / math.sqrt(16), rel=1e-4)
-
-
-def test_without_noise_all_readings_of_fope_are_one():
-    q, k, _ = draw_qkv(70)
-    plain = make_embedding(sigma=0.0).scores(q, k)
-    for name in ("fope_shared", "fope_relative"):
-        torch.testing.assert_close(make_embedding(name, sigma=0.0).scores(q, k), plain)
-
-
-def test_one_draw_for_cos_and_sin():
-    pos, plain = make_embedding("fope_shared"), make_embedding("fope")
-    assert torch.equal(pos.cos_coef, pos.sin_coef) and torch.equal(pos.sin_coef, plain.sin_coef)
-    assert not torch.equal(plain.cos_coef, plain.sin_coef)
-
-
 # --- YaRN and position interpolation
 
 
@@ -194,13 +162,7 @@ def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
     torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
 
 
-def test_one_draw_for_cos_and_sin_stays_one_when_it_is_inherited():
-    pos = make_embedding("fope_shared", train_len=160)  # a lower floor: rows of noise are new
-    inherit(pos, make_embedding("fope_shared"))
-    assert torch.equal(pos.cos_coef, pos.sin_coef)
-
-
-@pytest.mark.parametrize("name", ["rope", "fope", "fope_relative"])
+@pytest.mark.parametrize("name", ["rope", "fope"])
 def test_yarn_temperature_multiplies_the_logits(name):
     q, k, _ = draw_qkv(30)
     scaling = {"kind": "yarn", "factor": 4.0, "original_len": 40}

@@ -37,19 +37,6 @@ def test_bench_measures_and_shows(tmp_path, capsys):
     assert "| fope, eval |" in shown and result["hardware"] in shown
 
 
-@pytest.mark.slow
-def test_training_and_decoding_in_a_llama(tmp_path):
-    pytest.importorskip("transformers")
-    result = measure(tmp_path, "--llama", "--pos", "rope", "fope")
-    assert {what: len(rounds) for what, rounds in result["rounds"].items()} == {
-        "train": 3,
-        "decode": 2,
-    }
-    assert result["summary"]["rope"]["to_rope"] == {"train": 1, "decode": 1}
-    with_llama = ["--llama", "--pos", "kerple", "--device=cpu", "--out", tmp_path / "b.json"]
-    refuses(bench.main, with_llama, "kerple")
-
-
 def test_kernels_of_attention():
     """As torch names them: a mask that needs a gradient leaves the plain formula alone."""
     q = torch.randn(1, 2, 8, 16)

@@ -33,8 +33,6 @@ VARIANTS = [
     ("fope", {"floor": False}),
     ("fope", {"floor": 80}),
     ("fope", {"scaling": YARN}),
-    ("fope_relative", {"variant": "paper", "n_freq": 12}),
-    ("fope_relative", {"n_table": 1, "sin_pad": 0.5}),
     ("rope", {"scaling": YARN}),
 ]
 CASES = [pytest.param(name, {}, id=name) for name in POSITION_EMBEDDINGS]
@@ -61,7 +59,7 @@ def test_fused_attention_has_the_gradients_of_the_scores(name, kwargs):
     torch.testing.assert_close(fused, explicit, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["nope", "alibi", "rope", "rope_a", "kerple", "fope_relative"])
+@pytest.mark.parametrize("name", ["nope", "alibi", "rope", "rope_a", "kerple"])
 def test_scores_depend_on_distance_only(name):
     """The same content at every position: then score(i, j) may only depend on i - j."""
     q, k, _ = draw_qkv(1)
@@ -445,11 +443,6 @@ def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
     (value,) = change.values()
     with pytest.raises(Refused, match=f"with 2 tables, sigma 0.3, released: .* with .*{value}"):
         inherit(make_embedding(**change), make_embedding())
-
-
-def test_one_kind_of_fope_does_not_inherit_from_another():
-    with pytest.raises(Refused, match="cannot go on"):
-        inherit(make_embedding("fope_shared"), make_embedding())
 
 
 # --- the example for the wall

@@ -38,8 +38,7 @@ def test_keywords_are_those_of_the_classes_with_their_types():
         name: {k: name_of(kind) for k, kind in keywords_of(cls).items()}
         for name, cls in POSITION_EMBEDDINGS.items()
     }
-    for name in ("fope", "fope_shared", "fope_relative"):
-        assert found.pop(name) == FOPE
+    assert found.pop("fope") == FOPE
     assert found.pop("rope") == ROPE and found.pop("rope_a") == {"rounding": "str"} | ROPE
     assert found.pop("rope_taper") == ROPE
     assert set(found) == {"nope", "alibi", "kerple", "fire"} and not any(found.values())

@@ -366,7 +366,7 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
         # the embedding
         (["--pos", "xpos"], ["xpos", "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"]),
         (["--pos", "no_file.Mine"], ["no_file"]),
-        (["--pos", "paper.readings.Mine"], ["Mine"]),
+        (["--pos", "paper.results.Mine"], ["Mine"]),
         (["--pos_args", "gamma=3"], ["gamma", "sigma (float)"]),
         (["--pos_args", "gamma"], ["--pos_args"]),
         (["--pos_args", "train_len=2"], ["train_len"]),
