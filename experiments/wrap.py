@@ -12,13 +12,15 @@ turned as if it stood where training had keys:
 
     wrapped    at the distance train_len/2 + (d - train_len/2) mod train_len/2
     held       at the distance train_len - 1
+    recent     at the distance (d mod train_len/2), as if it were one of the last keys
 
 "none" changes nothing, "near" hides all such keys. The damage is none minus near. Look at: the
 share of it that goes when the slow pairs alone, the fast ones alone, or both are put back.
 
 Said beforehand: new angles of slow pairs are not the cause if putting them back removes no more of
 the damage than putting back the fast pairs, or if a model without slow pairs (theta 94, FoPE) gains
-as much as RoPE does.
+as much as RoPE does. "recent" came later: it has no new angles either, so it should take most of
+the damage away, too. If it does not, slow pairs must score far keys as far.
 """
 
 import math
@@ -45,12 +47,13 @@ from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
 PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
+CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
 
 
 class PutBack(PositionEmbedding):
     """
     A trained embedding that turns pairs, whose keys of train_len tokens back or more are read
-    otherwise: `how` is "none", "near", "wrapped" or "held", `put_back` names the pairs that are.
+    otherwise: `how` is "none", "near" or as above, `put_back` names the pairs that are.
     """
 
     def __init__(self, pos, how, put_back):
@@ -77,9 +80,10 @@ class PutBack(PositionEmbedding):
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
             elif pairs in self.put_back:
-                for far in range(N, T, half):  # keys that are so far back come far - half nearer
+                least = half if self.how == "wrapped" else 0  # of the distances that are shown
+                for far in range(N, T, half):  # keys that are so far back come far - least nearer
                     i, j = slice(far, T), slice(0, T - far)
-                    nearer = turned_q[..., i, :] @ self.turned(k[..., j, :], t[i] - half, dims).mT
+                    nearer = turned_q[..., i, :] @ self.turned(k[..., j, :], t[i] - least, dims).mT
                     at = distance[i, j] >= far
                     part[..., i, j] = torch.where(at, nearer, part[..., i, j])
             scores = scores + part
@@ -155,8 +159,8 @@ def main(argv=None):
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
     add_device_flag(parser)
-    usual = list(CONDITIONS)
-    add("--conditions", nargs="+", choices=usual, default=usual, help="none and near among them")
+    usual, few = list(CONDITIONS)[:-1], "none and near among them"
+    add("--conditions", nargs="+", choices=CONDITIONS, default=usual, help=few)
     args = parser.parse_args(argv)
     device = init_distributed(args.device)
     how = args.length, args.windows, args.conditions, device
