@@ -157,8 +157,7 @@ def sentences():
     nope, fire = (rise("figure1_all", label, "loss", 2) for label in ("NoPE", "FIRE"))
     yield REPORT, "NoPE", nope[0], "FIRE", *fire
     more = each - removed(FLOOR)
-    most = f"{more.mean() + results.half_interval(more):.0f}%"
-    yield REPORT, "floor alone", plus(removed(FLOOR)), plus(each), "at most", most
+    yield REPORT, "floor alone", plus(removed(FLOOR)), plus(each), "adds", plus(more)
     near = [plus(removed(SERIES, to=to)) for to in (2048, 4096)]
     yield REPORT, "series alone", plus(removed(SERIES)), "2048 and 4096", *near
     yield REPORT, "QK-norm", plus(removed("RoPE" + NORM)), "in both", plus(with_norm)
