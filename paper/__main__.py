@@ -180,7 +180,8 @@ def gather(name, figure, jobs, args):
         for kind, by_label in results.items()
     }
     as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
-    drawn = plot.draw(curves, path.with_suffix(""), message=figure.message if as_told else "")
+    how = dict(message=figure.message if as_told else "", answers=figure.answers)
+    drawn = plot.draw(curves, path.with_suffix(""), **how)
     print(tables.markdown_table(results, to=figure.to))
     return f"the figure: {drawn}, the results: {path}"
 

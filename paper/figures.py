@@ -44,6 +44,7 @@ class Figure:
     corpora: tuple = ("",)  # data folders that are read; "": the one trained on
     share: float = 0.1  # of the tokens, for models that go on from others
     to: str = "FoPE"  # the label that others are compared with, seed by seed
+    answers: str = "accuracy"  # of passkeys that is drawn beside text; token_accuracy: digits
     message: str = ""  # what several seeds at tiny size say, above it
     curves: tuple = ()  # the labels that are drawn, if not all: five can be told apart
     beside: tuple = ()  # other figures, whose results are read with its own
@@ -251,6 +252,7 @@ FIGURES = {
         "floor, series, QK-norm and KERPLE beside RoPE and FoPE",
         PARTS,
         BOTH,
+        answers="token_accuracy",
         message="The floor (CF) does it; the series (FS) alone breaks as RoPE does",
         curves=("RoPE", "RoPE + QK-norm", "FoPE", *(m.label for m in (CF, FS_MATCHED))),
     ),

@@ -117,13 +117,13 @@ def same_span(axes):
         ax.set_ylim(np.exp(middle - half), np.exp(middle + half))
 
 
-def figure_length(results, measure="perplexity", message=""):
+def figure_length(results, measure="perplexity", message="", answers="accuracy"):
     """
-    Perplexity (or loss) and passkey accuracy against length: the paper's figure 1. Digits have a
-    panel where there is no text.
+    Perplexity (or loss) and passkeys against length: the paper's figure 1. Of passkeys `answers`,
+    without text whole ones and digits.
     """
     of_text = [(kind, measure) for kind in results if not is_task(kind)]
-    of_tasks = ("accuracy",) if of_text else ("accuracy", "token_accuracy")
+    of_tasks = (answers,) if of_text else ("accuracy", "token_accuracy")
     panels = of_text + [(kind, name) for kind in results if is_task(kind) for name in of_tasks]
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
     columns = min(len(panels), 2)  # more would make text too small in a README
@@ -149,9 +149,9 @@ def figure_length(results, measure="perplexity", message=""):
     return fig
 
 
-def draw(results, out, measure="perplexity", message=""):
-    """OUT.png, whose path it returns."""
-    fig = figure_length(results, measure, message)
+def draw(results, out, **how):
+    """OUT.png, whose path it returns; how: of figure_length."""
+    fig = figure_length(results, **how)
     common.make_folder(Path(out).parent)
     common.write_atomically(f"{out}.png", partial(fig.savefig, format="png", dpi=160))
     plt.close(fig)
@@ -183,7 +183,7 @@ def main(argv=None):
         every = [r for labels in results.values() for rows in labels.values() for r in rows]
         quick = all("quick" in r["recipe"].get("preset", "") for r in every)  # demo.sh --quick
         message = f"After {every[0]['step']} steps of training this means nothing" if quick else ""
-        drawn = draw(results, out, measure, message)
+        drawn = draw(results, out, measure=measure, message=message)
         print(markdown_table(results, measure))
         print(f"\nfigure: {drawn}", file=sys.stderr)
     elif not args.tables:
