@@ -38,7 +38,7 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
 
 def test_a_figure_of_next_to_no_training_says_so(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(plot, "draw", lambda *args: said.append(args[-1]))
+    monkeypatch.setattr(plot, "draw", lambda *args, **how: said.append(how["message"]))
     for preset in ("quick", "tiny"):
         path = changed(result_file(tmp_path, "perplexity", "rope", 0, 1, preset=preset), step=30)
         plot.main([str(path)])

@@ -82,29 +82,27 @@ def sentences():
     far = "floor {}, FoPE {}, series {}, RoPE {}".format(*far).replace("%", " %")
 
     # the paper's smallest model
-    rises, shares, price, price_5M = [], [], [], []
+    rises, shares, price = [], [], []
     for kind in ("perplexity on books", "perplexity on c4"):
         how = ("perplexity", (512, 8192), kind)
         at = [values("figure5_20M_cpu", pos, *how) for pos in RIVALS]
-        at_5M = [values("figure5_20M_cpu_5M", pos, *how) for pos in RIVALS]
         rises += [span(100 * (ppl[:, 1] / ppl[:, 0] - 1)) for ppl in at]
         shares += [*removed("FoPE", figure="figure5_20M_cpu", kind=kind)]
         price += [*100 * (at[1] / at[0] - 1)[:, 0]]
-        price_5M += [*100 * (at_5M[1] / at_5M[0] - 1)[:, 0]]
     yield REPORT, "rises by", rises[0], rises[2], "FoPE's", rises[1], rises[3], span(shares)
-    yield REPORT, "At 1x", span(price), "after 5M tokens", percent(price_5M)
+    yield REPORT, "At 1x", span(price)
 
     # 60M on a GPU: books, then C4
     kinds, less = ("perplexity on books", "perplexity on c4"), ("RoPE, theta 94", "FoPE", FLOOR)
     gone = [[percent(removed(la, "RoPE", 8192, "gpu_60M", kind)) for la in less] for kind in kinds]
     yield REPORT, "theta 94 reads best", *gone[0], "C4", *(share[:-1] for share in gone[1])
-    yield REPORT, "on text", "at 60M", gone[0][0]
+    yield REPORT, "at 60M 80 %", "theta 94", gone[0][0]
     yield REPORT, "removes 84 %", "at 60M", gone[0][1]
     yield README, "At 60M", *gone[0]
     runs = json.loads(read("results/mechanism/wrap_60M.json"))["runs"]
     by_name = {run["name"]: run for run in runs}
     back = [percent([100 * by_name["rope"]["removed"][which]]) for which in PUT_BACK[:2]]
-    yield REPORT, "slow pairs put back (wrapped)", *back
+    yield REPORT, "slow pairs put back (wrapped;", *back
     yield README, "At 60M", *back
     others = [by_name[name] for name in ("theta94", "fope", "floor")]
     share = [percent([100 * run["damage"] / by_name["rope"]["damage"]])[:-1] for run in others]
@@ -126,6 +124,9 @@ def sentences():
     back = [percent([100 * run["removed"][which] for run in runs]) for which in PUT_BACK]
     yield README, "five seeds", *back[:2], "held", *back[2:]
     yield REPORT, "in trained models", *back
+    recent = json.loads(read("results/mechanism/wrap_recent.json"))["runs"]
+    recent = np.array([100 * run["removed"]["slow, recent"] for run in recent])
+    yield REPORT, "recent: wrapped into 0 to 255", plus(recent)
     ends = [values("figure1", pos, "by_position", [8192])[:, 0].mean(axis=0) for pos in RIVALS]
     ends = [f"{part.mean():.1f}" for part in (ends[0][:4], ends[0][-4:], ends[1][-4:])]
     yield README, "loss climbs from", *ends
@@ -146,7 +147,8 @@ def sentences():
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
     yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm)
     yield REPORT, "At 512 it starts", f"{price:.2f} nats"
-    yield REPORT, "Alone", floor, whole, "series alone", series, far
+    yield REPORT, "floor alone removes", floor, whole, "series alone", series
+    yield REPORT, "found at 8192", far
     parts = [rise("parts", label) for label in ("RoPE", FLOOR, SERIES, "FoPE")]
     yield COURSE, "RoPE", *parts[0], "floor", *parts[1], "series", *parts[2], "both", *parts[3]
 
