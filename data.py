@@ -157,9 +157,8 @@ class Passkey:
     def sample(self, length, rng):
         """
         One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens
-        at their end, depth, distance). The depth in [0, 1) is the share of the filler that comes
-        before the needle, the distance that of its end to the answer, in tokens. Refused where the
-        prompt is longer.
+        at their end, the distance in tokens from the needle's end to them). The share of the filler
+        before the needle is uniform. Refused where the prompt is longer.
         """
         needle, answer = self.needle(rng)
         depth = float(rng.random())
@@ -176,7 +175,7 @@ class Passkey:
         before, after = self.filler(n_before), self.filler(n_filler - n_before)
         tokens = self.task + before + needle + after + question + answer
         distance = len(after) + len(question)
-        return np.array(tokens, dtype=np.int64), len(answer), depth, distance
+        return np.array(tokens, dtype=np.int64), len(answer), distance
 
     def document(self, length, rng, eot):
         """What is trained on: a trial and the end of text, (length + 1,) int64."""

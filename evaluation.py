@@ -19,8 +19,6 @@ from common import Refused
 from data import TokenData, cut, slices, window_loss
 from recipe import MAY_CHANGE, Keywords, parse_lengths
 
-DEPTH_BINS = 10
-
 
 def spread_windows(data, length, n):
     """n windows of length + 1 tokens, spread evenly over a split of data: (n, length + 1)."""
@@ -89,8 +87,8 @@ def text_row(model, tokens, length, token_bytes, show=False):
 def task_accuracy(model, task, length, trials, seed=0, generate=False, show=False):
     """
     The results of `trials` trials of a task, of `length` tokens: a dict with exact-match accuracy
-    and its 95 % interval, the share of answer tokens right, both by depth, too, and the answer's
-    mean NLL in nats per token; then for each trial the distance in tokens from the end of the
+    and its 95 % interval, the share of answer tokens right, and the answer's mean NLL in nats per
+    token; then for each trial the distance in tokens from the end of the
     needle to the answer, whether it was right, and the share of its answer tokens that was.
 
     Greedy decoding gives the answer if and only if every answer token is the arg-max given the
@@ -123,16 +121,13 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
                 exact[i] = torch.equal(torch.cat(decoded, dim=1)[0], tokens[r, -n:])
     model.train(was_training)
     common.all_reduce_sum(torch.from_numpy(results))  # in place: each process has its own trials
-    depths = np.array([depth for _, _, depth, _ in samples])
-    bins = np.minimum((depths * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
     each = {"distance": [distance for *_, distance in samples]}
     each |= {"right": exact.astype(int).tolist(), "share_right": share.round(2).tolist()}
-    return summary(exact, share, nll, bins) | each
+    return summary(exact, share, nll) | each
 
 
-def summary(exact, share, nll, bins):
-    """What task_accuracy returns, from the results of each trial and its bin of depth."""
-    in_bin = [bins == b for b in range(DEPTH_BINS)]
+def summary(exact, share, nll):
+    """What task_accuracy returns, from the results of each trial."""
     low, high = wilson_interval(int(exact.sum()), len(exact))
     return {
         "accuracy": float(exact.mean()),
@@ -141,9 +136,6 @@ def summary(exact, share, nll, bins):
         "token_accuracy": float(share.mean()),
         "answer_nll": float(nll.mean()),
         "trials": len(exact),
-        "trials_by_depth": [int(b.sum()) for b in in_bin],
-        "accuracy_by_depth": [float(exact[b].mean()) if b.any() else None for b in in_bin],
-        "token_accuracy_by_depth": [float(share[b].mean()) if b.any() else None for b in in_bin],
     }
 
 
@@ -192,14 +184,9 @@ def load_for_evaluation(args, **asked):
         model = with_pos(model, config)
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
-    log = state.get("log", [])
     trained = {"trained_on": about.get("data_sha256"), "step": state.get("step")}
-    trained["curve"] = [[x["tokens"], round(x["loss"], 4), x.get("val_loss")] for x in log]
     if (step := state.get("step", config.n_steps)) < config.n_steps:
         print(f"note: {args.run} is at step {step:,} of {config.n_steps:,}: --resume finishes it")
-    halfway = log[len(log) // 2] if log else {}
-    names = ("tokens_per_s", "mfu", "peak_gb")
-    trained["speed"] = {name: halfway[name] for name in names if name in halfway}
     return model.to(device), trained
 
 

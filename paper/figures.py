@@ -100,23 +100,18 @@ def n_series(recipe):
     return min(n_kept(recipe), recipe.head_dim // 4)
 
 
-def sigma_matched(recipe, D, K):
+def fs_sigma(recipe):
     """
-    The sigma with which D frequencies and K series have as much noise in the tables as FoPE. An
-    entry of the tables adds up D weights, each times a cosine, so its noise is sqrt(D/2) times that
-    of a weight, which FoPE's docstring has.
+    The sigma with which the series alone, which keeps all frequencies, has as much noise in the
+    tables as FoPE. An entry of the tables adds up D weights, each times a cosine, so its noise is
+    sqrt(D/2) times that of a weight, which FoPE's docstring has.
     """
 
     def noise(D, K):  # in the tables, for sigma 1
         return math.sqrt(D / (K * (D + recipe.n_head)))
 
-    sigma = recipe.pos_args.get("sigma", 0.3)
-    return round(sigma * noise(n_kept(recipe), n_series(recipe)) / noise(D, K), 4)
-
-
-def fs_sigma(recipe):
-    """That of the series alone, which keeps all frequencies."""
-    return sigma_matched(recipe, recipe.head_dim // 2, recipe.head_dim // 2)
+    sigma, D = recipe.pos_args.get("sigma", 0.3), recipe.head_dim // 2
+    return round(sigma * noise(n_kept(recipe), n_series(recipe)) / noise(D, D), 4)
 
 
 # --- the models
@@ -143,13 +138,9 @@ def floor_at(n):
     return fope(f"floor{n}", f"floor of {n} alone", sigma=0, floor=n, cap=False)
 
 
-def more_frequencies(n, matched=False):
-    """FoPE with n times the frequencies above the floor; matched: with the same noise in tables."""
-    changes = dict(n_freq=lambda r: n * n_kept(r))
-    if not matched:
-        return fope(f"D{n}", f"D = {n}K", **changes)
-    changes["sigma"] = lambda r: sigma_matched(r, n * n_kept(r), n_series(r))
-    return fope(f"D{n}_matched", f"D = {n}K, FoPE's table noise", **changes)
+def more_frequencies(n):
+    """FoPE with n times the frequencies above the floor."""
+    return fope(f"D{n}", f"D = {n}K", n_freq=lambda r: n * n_kept(r))
 
 
 def goes_on(init_from, name, label, **changes):
@@ -194,7 +185,6 @@ CONTINUED = (
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
 DS = [more_frequencies(n) for n in (2, 4, 8)]
-DS += [more_frequencies(n, matched=True) for n in (2, 4, 8)]
 EQUATIONS = [
     fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
 ]

@@ -164,18 +164,17 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     model.eval()
     rows = []
     for _ in range(trials):
-        tokens, n, depth, distance = task.sample(length, rng)
+        tokens, n, distance = task.sample(length, rng)
         tokens = torch.tensor(tokens)
         logits = model(tokens[None])[0, -n - 1 : -1].float()
         right = logits.argmax(-1) == tokens[-n:]
         loss = F.cross_entropy(logits, tokens[-n:]).item()
-        b = min(int(depth * DEPTH_BINS), DEPTH_BINS - 1)
-        rows.append((right.all().item(), right.float().mean().item(), loss, b, distance))
+        rows.append((right.all().item(), right.float().mean().item(), loss, distance))
     model.train(was_training)
-    exact, share, nll, bins, distance = map(np.array, zip(*rows))
+    exact, share, nll, distance = map(np.array, zip(*rows))
     each = {"distance": distance, "right": exact.astype(int), "share_right": share}
     each = {name: values.tolist() for name, values in each.items()}
-    return summary(exact.astype(float), share, nll, bins) | each
+    return summary(exact.astype(float), share, nll) | each
 """),
 }  # fmt: skip
 

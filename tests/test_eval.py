@@ -129,7 +129,7 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     for row in result["lengths"].values():
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     recipe = result["recipe"]
-    assert recipe["tokens"] == 2560 and result["curve"][-1][0] == 2560
+    assert recipe["tokens"] == 2560
     assert {"command", "commit", "hardware", "software", "trained_on"} <= set(result)
     assert {"pos", "pos_args", "train_len", "seed", "tokenizer", "preset"} <= set(recipe)
     assert recipe["rope_scaling"] is None and result["step"] == 20
@@ -303,8 +303,8 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
     drawn = np.random.default_rng(0).random()
     for depth in (0.0, 0.5, 0.999, drawn):
         rng = SimpleNamespace(integers=lambda low, high: 90817, random=lambda d=depth: d)
-        tokens, n_answer, said, distance = Passkey(encoding.encode_ordinary).sample(length, rng)
-        assert tokens.shape == (length,) and said == depth
+        tokens, n_answer, distance = Passkey(encoding.encode_ordinary).sample(length, rng)
+        assert tokens.shape == (length,)
         lines = encoding.decode(tokens.tolist()).split("\n")
         assert lines == YARN.format(before=lines[1], after=lines[3], key=90817).split("\n")
         endless = " ".join([FILLER] * 100)
@@ -326,7 +326,8 @@ def test_keys_have_five_digits_and_depths_are_uniform(task):
         keys.append(int(answer))
         assert answer == f" {keys[-1]}" and sentence.count(answer) == 2
         depths.append(rng.random())
-        assert task.sample(200, again)[2] == depths[-1]
+        task.sample(200, again)
+        assert again.bit_generator.state == rng.bit_generator.state
     assert len(set(keys)) > 450 and 10000 <= min(keys) < 12000 and 98000 < max(keys) < 100000
     assert set(np.histogram(depths, bins=10, range=(0, 1))[0]) <= set(range(30, 75))
 
@@ -383,8 +384,6 @@ def test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0(task, gener
     sequences = [torch.from_numpy(task.sample(200, rng)[0]) for _ in range(20)]
     knows = task_accuracy(Oracle(sequences, 512), task, 200, 20, generate=generate)
     assert knows["accuracy"] == knows["token_accuracy"] == 1.0 and knows["answer_nll"] < 0.1
-    assert sum(knows["trials_by_depth"]) == 20
-    assert set(knows["accuracy_by_depth"]) <= {1.0, None}
     if not generate:  # a wrong first token leads the oracle off the sequences it knows
         wrong = task_accuracy(Oracle(sequences, 512, shift=1), task, 200, 20)
         assert wrong["accuracy"] == wrong["token_accuracy"] == 0.0

@@ -522,7 +522,7 @@ def test_passkeys_of_the_harness_are_ours(benchmark, llama_folder):
     encoding, rng = load_tokenizer("byte", ""), np.random.default_rng((0, 448))
     trials = passkeys(llama_folder, max_length=448, trials=3)["test"]
     for trial in trials:  # those of evaluation.task_accuracy
-        ids, n, _, _ = Passkey(encoding.encode_ordinary).sample(448, rng)
+        ids, n, _ = Passkey(encoding.encode_ordinary).sample(448, rng)
         assert encoding.encode_ordinary(trial["prompt"] + trial["answer"]) == ids.tolist()
         assert len(trial["answer"]) == n
 

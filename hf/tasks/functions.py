@@ -43,7 +43,7 @@ def passkeys(pretrained, max_length=None, tokenizer=None, trials=100, **others):
 
     task, rng, rows = Passkey(encode), np.random.default_rng((0, length)), []
     for _ in range(trials):
-        tokens, n, _, _ = task.sample(length, rng)
+        tokens, n, _ = task.sample(length, rng)
         text, prompt = tokenizer.decode(tokens), tokenizer.decode(tokens[:-n])
         rows.append({"prompt": prompt, "answer": text.removeprefix(prompt)})
     return {"test": Dataset.from_list(rows)}
