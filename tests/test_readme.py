@@ -153,6 +153,16 @@ def sentences():
     parts = [rise("parts", label) for label in ("RoPE", FLOOR, SERIES, "FoPE")]
     yield COURSE, "RoPE", *parts[0], "floor", *parts[1], "series", *parts[2], "both", *parts[3]
 
+    # what was named beforehand
+    rows, decided = json.loads(read("results/primary.json")), []
+    for row in (row for row in rows if row["p_holm"] < 0.05):
+        factor, places = (1, 2) if row["measure"] == "loss" else (100, 0)
+        numbers = (abs(factor * row[key]) for key in ("mean", "half_interval"))
+        decided += [" ± ".join(f"{number:.{places}f}" for number in numbers)]
+    assert len(decided) == 6
+    for said in decided:
+        yield REPORT, said
+
     # text
     pieces, each = rise("figure1", "RoPE", digits=2, name="loss")[0], removed("FoPE")
     above = (values("figure1_all", "RoPE-A") - values("figure1_all", "RoPE"))[:, 1].mean()
