@@ -194,6 +194,24 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["mouse", "touch"])
+def test_the_slider_is_dragged_on_from_where_training_ended(page, device):
+    page.execute_script("set({position: 511})")
+    box = page.execute_script("return byId('position').getBoundingClientRect().toJSON()")
+    stages = {
+        "mouse": ("mousePressed", "mouseMoved", "mouseReleased"),
+        "touch": ("touchStart", "touchMove", "touchEnd"),
+    }
+    for kind, quarters in zip(stages[device], (1, 2, 2), strict=True):
+        x, y = box["x"] + quarters * box["width"] / 4 + 4, box["y"] + box["height"] / 2
+        event = {"type": kind, "x": x, "y": y, "button": "left", "clickCount": 1}
+        if device == "touch":
+            event = {"type": kind, "touchPoints": [{"x": x, "y": y}] * (kind != "touchEnd")}
+        page.execute_cdp_cmd(f"Input.dispatch{device.title()}Event", event)
+    assert 900 < state(page)["position"] < 1100
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"headDim": 2}, {"trainLen": 3}, {"trainLen": 6}], ids=str)
 def test_an_impossible_setting_says_so_and_can_be_left(page, change):
     alert = "update(); return document.getElementById('alert').textContent"
