@@ -271,7 +271,7 @@ def test_it_fits_the_window_and_its_slider_is_dragged_on_from_512(page, width, k
 
     size = dict(width=width, height=740, deviceScaleFactor=1, mobile=width < 500)
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    page.execute_script("set({position: 511})")
+    page.execute_script(f"set({{times: 16, position: 8191}}); {DRAW_ALL} set(START)")
     wide = page.execute_script(DRAW_ALL + "return document.documentElement.scrollWidth")
     box = page.execute_script("return byId('position').getBoundingClientRect().toJSON()")
     x, y = box["x"] + box["width"] / 4, box["y"] + box["height"] / 2
