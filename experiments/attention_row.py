@@ -63,13 +63,13 @@ def attention_rows(model, windows, T):
 
 def page_numbers(folder):
     """
-    What docs/index.html draws: of folder/wrap.json RoPE's trained models with pairs put back; the
+    What docs/index.html draws: of folder/wrap*.json trained models with pairs put back; the
     attention rows in folder/attention_row.json; and of results/, over the seeds, the loss by
     position in the same steps, perplexity and passkeys by length.
     """
     measured, page = read_json(folder / "attention_row.json"), defaultdict(dict)
     page |= {key: measured[key] for key in ("train_len", "step")}
-    page["put_back"] = put_back(read_json(folder / "wrap.json"))
+    page["put_back"] = put_back(folder)
     for name, (figure, label, run) in ON_THE_PAGE.items():
         found = load_results([ROOT / "results" / f"{figure}.json"])
         texts = found["perplexity"][label]
@@ -90,16 +90,25 @@ def page_numbers(folder):
     return page
 
 
-def put_back(measured):
-    """Means over RoPE's seeds in wrap.json: what goes of the damage, loss and attention by step."""
-    runs = [run for run in measured["runs"] if run["name"] == "rope"]
+def put_back(folder):
+    """
+    Means over RoPE's seeds in wrap.json: what goes of the damage (in the 60M model, too), the
+    damage itself beside RoPE-A's, loss and attention by step.
+    """
 
-    def mean(key, condition):  # removed is shown in whole %
+    def runs_of(file, name):
+        return [run for run in read_json(folder / file)["runs"] if run["name"] == name]
+
+    def mean(runs, key, condition):  # removed is shown in whole %
         return np.mean([run[key][condition] for run in runs], axis=0).round(4).tolist()
 
-    numbers = {"seeds": len(runs), "texts": measured["windows"]}
-    numbers["removed"] = {key: mean("removed", key) for key in runs[0]["removed"]}
-    numbers["loss"] = {name: mean("by_position", key) for key, name in PUT_BACK.items()}
+    runs, rope_a = runs_of("wrap.json", "rope"), runs_of("wrap_others.json", "rope_a")
+    large = runs_of("wrap_60M.json", "rope")
+    numbers = {"seeds": len(runs), "texts": read_json(folder / "wrap.json")["windows"]}
+    for key, of in (("removed", runs), ("removed_60M", large)):
+        numbers[key] = {condition: mean(of, "removed", condition) for condition in of[0]["removed"]}
+    numbers["damage"] = [float(np.mean([run["damage"] for run in of])) for of in (runs, rope_a)]
+    numbers["loss"] = {name: mean(runs, "by_position", key) for key, name in PUT_BACK.items()}
     numbers["attention"] = {}
     for key, name in PUT_BACK.items():
         rows = zip(*(run["attention"][key] for run in runs), strict=True)
