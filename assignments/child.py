@@ -88,7 +88,7 @@ def task_accuracy(module, keys, wrong, trials, seed, training):
         def sample(self, length, rng):
             tokens = rng.integers(0, 300, length)
             texts.append(torch.from_numpy(tokens))
-            return tokens, int(rng.integers(1, 6)), rng.random(), int(rng.integers(length))
+            return tokens, int(rng.integers(1, 6)), int(rng.integers(length))
 
     class Model(nn.Module):
         def forward(self, idx, targets=None, *, positions=slice(None)):
