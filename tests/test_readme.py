@@ -13,12 +13,16 @@ import pytest
 from conftest import ROOT
 
 from paper import results, tables
+from paper.figures import PRIMARY
 
 README, REPORT, ARGUMENTS = "README.md", "results/README.md", "results/mechanism/README.md"
 COURSE = "assignments/README.md"
 TEXTS = [README, REPORT, ARGUMENTS, COURSE]
 LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
 FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
+FLOOR_1024 = "FoPE, floor of 1024 alone"
+NAMED = [("RoPE, theta 94", "FoPE", 512), ("RoPE, theta 94", "FoPE", 8192)]
+NAMED += [(FLOOR_1024, FLOOR, 8192), ("FoPE, sigma 1.2", FLOOR, 8192)]
 PUT_BACK = ("slow, wrapped", "fast, wrapped", "slow, held", "fast, held")
 
 
@@ -56,6 +60,13 @@ def keys(figure, label, name="accuracy"):
 def rise(figure, label, name="perplexity", digits=1):
     near, far = values(figure, label, name).mean(axis=0)
     return f"{near:.{digits}f}", f"{far:.{digits}f}"
+
+
+def named(by_kind, label, to, length):
+    """Differences of the loss, of the seeds for which they were named."""
+    text, seeds = by_kind["perplexity"], PRIMARY["primary_enough"][0]
+    rows = [row for row in text[label] if results.seed_of(row) in seeds]
+    return results.paired_differences(rows, text[to], "loss", [length])[:, 0]
 
 
 def percent(shares):
@@ -142,9 +153,21 @@ def sentences():
         _, share, _, of_keys = results.seed_stats(asked, "token_accuracy", [512, 2048])
         yield README, row + f" | {100 * share[0]:.0f} | {100 * share[1]:.0f} | {n}, {of_keys} |"
     learned = values("enough", "RoPE, theta 94", "accuracy", [512], "passkey_anywhere").mean()
-    yield README, "learned to copy", f"{learned:.0%}", "of keys, FoPE all"
-    less = 100 * np.array(results.rise_removed(every["perplexity"])["RoPE, theta 94"])
+    theirs = values("enough", "FoPE", "accuracy", [512], "passkey_anywhere").mean()
+    yield README, "learned to copy", f"{learned:.0%}", "of keys, FoPE", f"{theirs:.0%}"
+    shares = results.rise_removed(every["perplexity"])
+    less, higher = (100 * np.array(shares[label]) for label in ("RoPE, theta 94", FLOOR_1024))
     yield README, "completes all turns", percent(less), "at 60M", *gone[0]
+    yield REPORT, "theta 94 removes", percent(less), "copy", f"{learned:.0%}"
+    gaps = [named(every, *pair) for pair in NAMED]
+    yield REPORT, "completes a cycle", plus(-gaps[0], 3), "at 512", plus(-gaps[1], 3), plus(less)
+    yield REPORT, "half a cycle", plus(gaps[2], 2), "8192", plus(higher)
+    yield REPORT, "sigma 1.2", plus(-gaps[3], 2), "below the floor alone"
+    assert (gaps[0] < 0).all() and (gaps[2] > 0).all() and {*map(len, gaps)} == {8}
+    of_three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
+    for name, words in (("token_accuracy", "digits at 2048"), ("accuracy", "whole keys")):
+        found_by = (results.seed_stats(rs, name, [2048])[1][0] for rs in of_three)
+        yield REPORT, words, *(f"{100 * share:.0f}" for share in found_by)
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
     yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm)
     yield REPORT, "At 512 it starts", f"{price:.2f} nats"
@@ -196,7 +219,7 @@ def sentences():
     yield REPORT, "RoPE", *(f"{share:.0%}" for share in np.ravel(shares))
     at_512 = [values("figure1", pos, "accuracy", [512], "passkey") for pos in (*RIVALS, "ALiBi")]
     learned = [str((shares >= 0.95).sum()) for shares in at_512]
-    yield README, "tuned with FoPE", f"RoPE copied in {learned[0]} of 10 seeds"
+    yield README, "tuned with FoPE (RoPE:", f"{learned[0]} of 10 seeds"
     yield REPORT, "RoPE misses", learned[0], "of 10", "FoPE", learned[1], "ALiBi", learned[2]
 
     # the cause
