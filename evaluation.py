@@ -88,8 +88,8 @@ def task_accuracy(model, task, length, trials, seed=0, generate=False, show=Fals
     """
     The results of `trials` trials of a task, of `length` tokens: a dict with exact-match accuracy
     and its 95 % interval, the share of answer tokens right, and the answer's mean NLL in nats per
-    token; then for each trial the distance in tokens from the end of the
-    needle to the answer, whether it was right, and the share of its answer tokens that was.
+    token; then for each trial the distance in tokens from the end of the needle to the answer,
+    whether it was right, and the share of its answer tokens that was.
 
     Greedy decoding gives the answer if and only if every answer token is the arg-max given the
     true prefix: up to the first wrong token both have read the same. So one forward pass decides a

@@ -47,6 +47,7 @@ from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
 PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
+USUAL = list(CONDITIONS)
 CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
 
 
@@ -159,8 +160,8 @@ def main(argv=None):
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
     add_device_flag(parser)
-    usual, few = list(CONDITIONS)[:-1], "none and near among them"
-    add("--conditions", nargs="+", choices=CONDITIONS, default=usual, help=few)
+    few = dict(choices=CONDITIONS, default=USUAL, help="none and near among them")
+    add("--conditions", nargs="+", **few)
     args = parser.parse_args(argv)
     device = init_distributed(args.device)
     how = args.length, args.windows, args.conditions, device
@@ -169,7 +170,7 @@ def main(argv=None):
     numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
     first = [row for row in rows if row["name"] == rows[0]["name"]]
     file = "_".join(filter(None, ("wrap", args.name)))
-    fig = draw(first, train_len) if args.conditions == usual else None
+    fig = draw(first, train_len) if args.conditions == USUAL else None
     save(numbers | {"runs": rows}, args.out, file, fig, device)
 
 

@@ -160,7 +160,7 @@ def bench_table(result):
             cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
             known = peak and f"{what}_flops" in row
             cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if known else "-"]
-            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}" if f"{what}_bytes" in row else "-"]
+            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}"]
             rows.append([*cells, row.get(f"{what}_kernels", "-")])
     title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
     ratios = [f"to {name}" for name in references]
