@@ -2,8 +2,6 @@
 Do the frequencies under the floor hold larger queries and keys? (appendix A.1 and its figure)
 
     python experiments/qk_activation.py runs_out/tiny/text/{rope,fope}_s{1,2,3}      a minute
-    python experiments/qk_activation.py meta-llama/Llama-2-7b-hf --train_len 4096
-                                                   any Llama of the transformers library
 
 Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over
 tokens and heads: one number per layer and dimension. Dimension i turns with i + head_dim/2; the
@@ -12,67 +10,30 @@ are brighter, and by what factor. The figure has the first model of each embeddi
 """
 
 import math
-from pathlib import Path
 
 import torch
 from shared import RED, Parser, plt, save
 
 from checkpoint import load_checkpoint
-from common import Refused, one_sentence_errors, positive_int
+from common import one_sentence_errors, positive_int
 from fope import rope_freqs
 from paper.results import NAMES
 
 
-def mean_activation(model, layers, head_dim, shape):
-    """
-    |q| and |k| averaged over random tokens of that shape, (B, T), and heads: two (n_layer,
-    head_dim). `layers` are pairs of modules whose outputs are q and k, (B, n_head, T, head_dim) or
-    (B, T, n_head * head_dim).
-    """
+def mean_activation(model, n_tokens):
+    """|q| and |k| averaged over random tokens and heads: two (n_layer, head_dim)."""
+    c = model.config
+    shape = (math.ceil(n_tokens / c.train_len), c.train_len)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
-    outputs = []  # q and k of the first layer, q and k of the second, ...
-    for module in (module for pair in layers for module in pair):
-        module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    tokens = torch.randint(c.vocab_size, shape, generator=generator)
+    outputs = []  # q and k of the first layer, q and k of the second, ...: (B, n_head, T, head_dim)
+    for block in model.blocks:
+        for module in (block.attn.q_norm, block.attn.k_norm):
+            module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     with torch.no_grad():
         model.eval()(tokens)
-    heads = (x.float().abs().unflatten(-1, (-1, head_dim)) for x in outputs)
-    means = torch.stack([x.mean(dim=tuple(range(x.dim() - 1))) for x in heads])
+    means = torch.stack([x.abs().mean(dim=(0, 1, 2)) for x in outputs])
     return means[::2], means[1::2]
-
-
-def read_ours(folder, n_tokens):
-    """((q, k), train_len, theta, name) of a run of train.py."""
-    model, _, _ = load_checkpoint(folder)
-    c = model.config
-    layers = [(b.attn.q_norm, b.attn.k_norm) for b in model.blocks]
-    shape = (math.ceil(n_tokens / c.train_len), c.train_len)
-    return mean_activation(model, layers, c.head_dim, shape), c.train_len, c.theta, c.pos
-
-
-def read_llama(model, n_tokens):
-    """The same for a Llama of the transformers library."""
-    c = model.config
-    theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
-    layers = [(layer.self_attn.q_proj, layer.self_attn.k_proj) for layer in model.model.layers]
-    q_and_k = mean_activation(model, layers, c.head_dim, (1, n_tokens))
-    return q_and_k, c.max_position_embeddings, theta, "llama"
-
-
-def read(checkpoint, n_tokens):
-    """The same for either."""
-    if (Path(checkpoint) / "checkpoint.pt").exists():
-        return read_ours(checkpoint, n_tokens)
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        what = "is no run of train.py, and for other models transformers is not installed"
-        raise Refused(f"{checkpoint} {what}") from None
-    try:
-        return read_llama(AutoModelForCausalLM.from_pretrained(checkpoint), n_tokens)
-    except (OSError, ValueError, AttributeError) as e:
-        why = str(e).splitlines()[0]
-        raise Refused(f"{checkpoint} is no Llama model that can be loaded: {why}") from None
 
 
 def under_the_floor(head_dim, theta, train_len):
@@ -80,11 +41,11 @@ def under_the_floor(head_dim, theta, train_len):
     return (rope_freqs(head_dim, theta) < 2 * math.pi / train_len).repeat(2)
 
 
-def measure(checkpoint, n_tokens, train_len):
-    (q, k), its_len, theta, pos = read(checkpoint, n_tokens)
-    train_len = train_len or its_len
-    slow = under_the_floor(q.size(1), theta, train_len)
-    found = {"checkpoint": checkpoint, "pos": pos, "train_len": train_len, "theta": theta}
+def measure(run, n_tokens):
+    model, _, _ = load_checkpoint(run)
+    c, (q, k) = model.config, mean_activation(model, n_tokens)
+    slow = under_the_floor(c.head_dim, c.theta, c.train_len)
+    found = {"checkpoint": run, "pos": c.pos, "train_len": c.train_len, "theta": c.theta}
     for name, x in (("q", q), ("k", k)):
         found[f"ratio_{name}"] = (x[:, slow].mean() / x[:, ~slow].mean()).item()
         found[name] = x.tolist()
@@ -112,16 +73,10 @@ def draw(models):
 
 def main(argv=None):
     parser = Parser(__doc__)
-    add = parser.add_argument
-    add(
-        "checkpoints",
-        nargs="+",
-        help="runs of train.py, or what transformers' from_pretrained takes",
-    )
-    add("--tokens", type=positive_int, default=1000)
-    add("--train_len", type=positive_int, help="if not what the model's config says")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of train.py")
+    parser.add_argument("--tokens", type=positive_int, default=1000)
     args = parser.parse_args(argv)
-    models = [measure(name, args.tokens, args.train_len) for name in args.checkpoints]
+    models = [measure(run, args.tokens) for run in args.runs]
     first = list({m["pos"]: m for m in reversed(models)}.values())[::-1]
     save({"tokens": args.tokens, "models": models}, args.out, "qk_activation", draw(first))
 

@@ -88,11 +88,9 @@ def draw_panel(ax, by_label, kind, name, style, spread):
             ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
             ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=SMALL)
     else:
-        what = kind.replace("perplexity", name).capitalize().replace("c4", "C4")
-        unit = f"per {unit_of(every)} (lower is better)"
-        ax.set_ylabel(f"loss in nats {unit}" if name == "loss" else f"{name} {unit}, log axis")
-    if name == "perplexity":  # so that equal losses in nats have equal heights
-        ax.set_yscale("log")
+        what = kind.capitalize().replace("c4", "C4")
+        ax.set_ylabel(f"perplexity per {unit_of(every)} (lower is better), log axis")
+        ax.set_yscale("log")  # so that equal losses in nats have equal heights
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
@@ -109,20 +107,12 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     ax.grid(alpha=0.25)
 
 
-def same_span(axes):
-    """The same factor from the bottom to the top of each of these log axes."""
-    limits = np.log([ax.get_ylim() for ax in axes])
-    half = np.ptp(limits, axis=1).max() / 2
-    for ax, middle in zip(axes, limits.mean(axis=1), strict=True):
-        ax.set_ylim(np.exp(middle - half), np.exp(middle + half))
-
-
-def figure_length(results, measure="perplexity", message="", answers="accuracy"):
+def figure_length(results, message="", answers="accuracy"):
     """
-    Perplexity (or loss) and passkeys against length: the paper's figure 1. Of passkeys `answers`,
-    without text whole ones and digits.
+    Perplexity and passkeys against length: the paper's figure 1. Of passkeys `answers`, without
+    text whole ones and digits.
     """
-    of_text = [(kind, measure) for kind in results if not is_task(kind)]
+    of_text = [(kind, "perplexity") for kind in results if not is_task(kind)]
     of_tasks = (answers,) if of_text else ("accuracy", "token_accuracy")
     panels = of_text + [(kind, name) for kind in results if is_task(kind) for name in of_tasks]
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
@@ -137,8 +127,6 @@ def figure_length(results, measure="perplexity", message="", answers="accuracy")
     for ax, (kind, name) in zip(axes, panels, strict=False):
         spread = "" if len(style) > FEW else "dots" if is_task(kind) else "band"
         draw_panel(ax, results[kind], kind, name, style, spread)
-    if of_text and measure == "perplexity":
-        same_span(axes[: len(of_text)])
     if message:
         fig.suptitle(message, fontsize=12, fontweight="bold")
     handles = {}
@@ -163,7 +151,6 @@ def main(argv=None):
     add = parser.add_argument
     add("results", nargs="*", help="json files of evaluations, single or gathered")
     add("--out", help="of the figure, without .png; else that of the first json file")
-    add("--loss", action="store_true", help="the loss in nats instead of the perplexity")
     add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
     args = parser.parse_args(argv)
     results = common.ROOT / "results"
@@ -176,15 +163,14 @@ def main(argv=None):
             csv.writer(f, lineterminator="\n").writerows([names, *summary_rows(results)])
     if paths := [path for path in args.results if Path(path).name != "config.json"]:  # RUN/*.json
         results = load_results(paths)
-        measure = "loss" if args.loss else "perplexity"
         out = (args.out or str(Path(paths[0]).with_suffix(""))).removesuffix(".png")
         if not Path(out).name or Path(out).is_dir() or out.endswith("/"):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
         every = [r for labels in results.values() for rows in labels.values() for r in rows]
         quick = all("quick" in r["recipe"].get("preset", "") for r in every)  # demo.sh --quick
         message = f"After {every[0]['step']} steps of training this means nothing" if quick else ""
-        drawn = draw(results, out, measure=measure, message=message)
-        print(markdown_table(results, measure))
+        drawn = draw(results, out, message=message)
+        print(markdown_table(results))
         print(f"\nfigure: {drawn}", file=sys.stderr)
     elif not args.tables:
         raise Refused("there is nothing to draw: give json files, or --tables")

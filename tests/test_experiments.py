@@ -162,12 +162,6 @@ def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
     refuses(qk_activation.main, [run, "--tokens", "0"], "--tokens")
 
 
-def test_qk_activation_needs_transformers_for_what_is_no_run_of_ours(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    argv = [tmp_path / "nowhere", "--out", tmp_path]
-    refuses(qk_activation.main, argv, "nowhere", "transformers")
-
-
 def test_attention_rows_of_a_model_that_only_knows_distance():
     """With queries and keys of zero what is left of ALiBi is its bias: a formula."""
     shape = dict(n_layer=2, n_head=2, head_dim=16, n_embd=32)
@@ -216,19 +210,6 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
     refuses(wrap.main, [nope, *flags], "nope_s1")
-
-
-@pytest.mark.slow
-def test_qk_activation_reads_a_llama(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    size = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=100)
-    config = transformers.LlamaConfig(**heads, **size)
-    llama = transformers.LlamaForCausalLM(config)
-    (q, k), train_len, theta, _ = qk_activation.read_llama(llama, 50)
-    assert q.shape == k.shape == (2, 16)
-    assert train_len == config.max_position_embeddings and theta == 10000.0
-    refuses(qk_activation.main, [tmp_path / "nowhere", "--out", tmp_path], "nowhere")
 
 
 # --- the notebook

@@ -182,12 +182,6 @@ def test_jobs_run_once_and_in_order(tmp_path):
     assert (tmp_path / "order").read_text() == "a b "
 
 
-def test_results_of_another_budget_are_not_taken_for_these(tmp_path):
-    jobs.run_jobs([job(tmp_path, "a")], arguments(tmp_path))
-    with pytest.raises(Refused, match=r"a.json .* tokens 7, not 8"):
-        jobs.run_jobs([job(tmp_path, "a", tokens=8)], arguments(tmp_path))
-
-
 def test_a_figure_whose_models_were_changed_does_not_show_the_old_ones(tmp_path):
     """Same names, another sigma: refused, and not taken for done."""
     args = arguments(tmp_path, "quick", seeds=range(1))
