@@ -29,7 +29,7 @@ from common import ROOT, Refused, positive_int
 from paper import plot, tables
 from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, Model
 from paper.jobs import Job, n_cores, run_jobs
-from paper.results import check_result, compare, identity, load_results
+from paper.results import check_result, compare, identity, is_task, load_results
 from recipe import RECIPES, flag_words, parse_lengths
 
 RESULTS = ROOT / "results"
@@ -178,8 +178,9 @@ def gather(name, figure, jobs, args):
     curves = {
         kind: {label: rs for label, rs in by_label.items() if label in figure.curves} or by_label
         for kind, by_label in results.items()
+        if not is_task(kind) or kind in figure.kinds
     }
-    as_told = args.size == "tiny" and not args.tokens and len(args.seeds) > 1
+    as_told = args.size == "tiny" and not (args.tokens or args.pos) and len(args.seeds) > 1
     how = dict(message=figure.message if as_told else "", answers=figure.answers)
     drawn = plot.draw(curves, path.with_suffix(""), **how)
     print(tables.markdown_table(results, to=figure.to))

@@ -237,6 +237,8 @@ FIGURES = {
         "what is enough: one number of RoPE, the floor's place, the series' strength",
         ENOUGH,
         ("passkey_anywhere", "text"),
+        answers="token_accuracy",
+        message="One number of RoPE is enough for text, not for keys",
         curves=("ALiBi", "RoPE", "FoPE", "FoPE, CF alone", "RoPE, theta 94"),
         beside=("figure1", "parts"),
     ),

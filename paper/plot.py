@@ -81,7 +81,8 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     draw_lines(ax, by_label, name, style, spread)
     if is_task(kind):
         part = part_of_answer(every)
-        what = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()} {part}"
+        what = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()}: {part}"
+        what = what.replace("_", " ")
         ax.set_ylabel("share that is right (higher is better)")
         ax.set_ylim(-0.03, 1.03)
         if name == "token_accuracy" and part == "digits":
