@@ -12,7 +12,6 @@ resident. The last column is the kernel that torch chooses for attention.
 """
 
 import multiprocessing
-import re
 import resource
 import statistics
 import sys
@@ -94,11 +93,9 @@ def alone(args, pos, what, device):
         peak = torch.mps.driver_allocated_memory()
     elif device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated()
-    elif sys.platform == "darwin":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    else:  # there getrusage's peak begins with that of the parent process
-        status = Path("/proc/self/status").read_text()
-        peak = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flops = work.model.flops_per_token()
     if what == "eval":  # a longer text, and no backward pass
         work.model.config.train_len = args.eval_len
