@@ -113,8 +113,7 @@ def test_a_padded_batch_generates_what_each_prompt_does(swapped, how):
 def test_saved_and_loaded(swapped, tmp_path):
     ids = tokens(2, 60)
     before = logits(swapped, ids)
-    swapped.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    swapped.save_pretrained(tmp_path)
     for load in (hf.swap.load, transformers.AutoModelForCausalLM.from_pretrained):
         assert torch.equal(logits(load(tmp_path).eval(), ids), before)
     # in bf16 the tables stay as they are: rounded frequencies would be other frequencies
@@ -310,10 +309,10 @@ def export(run, out):
 
 
 @pytest.mark.parametrize("flags", [[], ["--qk_norm"]], ids=["", "qk_norm"])
-@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "rope own"])
+@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "rope yarn"])
 def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path):
-    if pos == "rope own":  # frequencies of its own
-        flags = [*flags, "--pos_args", f"freqs={[1.0 / 2**i for i in range(8)]}"]
+    if pos == "rope yarn":
+        flags = [*flags, "--rope_scaling", "factor=4", "original_len=16"]
     run = run_training(data_folder, tmp_path / "run", f"--pos={pos.split()[0]}", *flags)
     ours, _, _ = load_checkpoint(run)
     theirs = export(run, tmp_path / "exported")
@@ -417,8 +416,7 @@ def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
     bad.write_text('\ufeff\n{"text": "one"}\n \t\n{"text": "two"}\n\n', encoding="utf-8")
     hf.finetune.check_lines(bad)  # blank lines are skipped
-    lines = '{"question": "who?"}\n', '{"text": "one"}\n{"text": \n', '["text"]\n', "\0\1"
-    for text in (*lines, '{"text": "a<|endoftext|>b"}\n'):
+    for text in ('{"question": "who?"}\n', '{"text": \n', '{"text": "a<|endoftext|>b"}\n'):
         bad.write_text(text)
         refuses(finetune, [*words, llama_folder, "--dataset_name", bad.parent], f"{bad}, line")
 
