@@ -172,11 +172,8 @@ def new_positions(model, swap):
     config, new = our_config(model.config, swap), []
     with torch.device("cpu"):
         check_pos(config)
-    n_kv = model.config.num_key_value_heads
     for block in model.model.layers:
         new.append(LayerPosition(config))
-        if n_kv % getattr(new[-1].embedding, "n_table", 1):
-            raise Refused(f"n_table must divide the {n_kv} key heads")
         if hasattr(block.self_attn, "pos"):
             inherit(new[-1].embedding, copy.deepcopy(block.self_attn.pos.embedding).cpu())
     return new
