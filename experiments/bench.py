@@ -11,9 +11,7 @@ Memory is the peak of one embedding alone: on a GPU what torch has allocated, on
 resident. The last column is the kernel that torch chooses for attention.
 """
 
-import gc
 import multiprocessing
-import re
 import resource
 import statistics
 import sys
@@ -87,10 +85,7 @@ def attention_kernels(run):
 
 
 def alone(args, pos, what, device):
-    """Which kernels one embedding runs, the peak of memory, FLOP per token; in another process."""
-    if device.type == "cuda":
-        gc.collect()  # or the last one's weights might still be there
-        torch.cuda.reset_peak_memory_stats()
+    """Which kernels one embedding runs, the peak of memory, FLOP per token; in a new process."""
     work = Workload(args, pos, what, device)
     kernels = attention_kernels(work.run) if what != "compiled" else "as in train"
     work.run()  # the optimizer's state came with the first step
@@ -98,11 +93,9 @@ def alone(args, pos, what, device):
         peak = torch.mps.driver_allocated_memory()
     elif device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated()
-    elif sys.platform == "darwin":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    else:  # there getrusage's peak begins with that of the parent process
-        status = Path("/proc/self/status").read_text()
-        peak = 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flops = work.model.flops_per_token()
     if what == "eval":  # a longer text, and no backward pass
         work.model.config.train_len = args.eval_len
@@ -113,8 +106,7 @@ def alone(args, pos, what, device):
 def measure_alone(args, whats, device):
     """{embedding: what it needs for each of whats}."""
     spawn, measured = multiprocessing.get_context("spawn"), {pos: {} for pos in args.pos}
-    n = None if device.type == "cuda" else 1  # elsewhere a process cannot reset its peak
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=n) as other:
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as other:
         for pos, what in Bar([(pos, what) for pos in args.pos for what in whats], "memory"):
             measured[pos] |= other.submit(alone, args, pos, what, device).result()
     return measured
@@ -161,8 +153,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     device = common.init_distributed(args.device)
     out = args.out or ROOT / "results" / f"bench_{args.preset}_{device.type}.json"
-    if args.out and out.exists() and "summary" not in common.read_json(out):
-        raise common.Refused(f"--out {out} is there already and is no result of this script")
     common.make_folder(out.parent)  # now, not after the work
     # all embeddings compile the same lines; past this limit torch falls back silently
     torch._dynamo.config.recompile_limit = 1000

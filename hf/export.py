@@ -34,9 +34,6 @@ NAMES = {
     r"\.attn\.pos\.": ".attn.pos.embedding.",
     r"\.attn\.": ".self_attn.",
 }
-PLAIN = """A plain Llama, which `transformers.pipeline("text-generation", FOLDER)` reads."""
-SWAPPED = """A Llama with another position embedding. In the root folder of the project that wrote
-it, `import hf.swap; model = hf.swap.load(FOLDER)` reads it; after that import pipelines do, too."""
 
 
 def llama_config(config, tokenizer):
@@ -76,9 +73,6 @@ def llama_weights(model):
 def to_llama(model, tokenizer):
     """The Llama with the weights of a GPT, in eval mode. Refused for another bias or score."""
     config = model.config
-    if config.n_embd % config.n_head:
-        sizes = f"the {config.n_embd} of --n_embd must be a multiple of the {config.n_head} heads"
-        raise Refused(f"the library's Llama is not of this shape: {sizes}")
     fields = llama_config(config, tokenizer)
     if config.pos == "rope" and not (config.pos_args or config.qk_norm or config.rope_scaling):
         llama = LlamaForCausalLM(LlamaConfig(**fields))
@@ -116,9 +110,8 @@ def main(argv=None):
     llama = to_llama(model, tokenizer)
     llama.save_pretrained(common.make_folder(args.out))
     to_fast_tokenizer(tokenizer).save_pretrained(args.out)
-    about = PLAIN if type(llama) is LlamaForCausalLM else SWAPPED
-    (args.out / "README.md").write_text(f"{about}\n", encoding="utf-8")
-    print(f"{args.out}: {about.partition('. ')[0].partition(',')[0]}")
+    plain = type(llama) is LlamaForCausalLM
+    print(f"{args.out} is a {'plain Llama' if plain else 'swapped Llama, for hf.swap.load'}")
 
 
 if __name__ == "__main__":

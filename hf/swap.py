@@ -17,7 +17,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
@@ -62,8 +61,6 @@ class LayerPosition(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if isinstance(pos, FoPE):
             cos, sin = pos.series(cos, sin)  # (B, n_table, T, head_dim/2)
-            if (n := pos.n_table // k.size(1)) > 1:  # one a query head, as it was at first
-                k, v = repeat_kv(k, n), repeat_kv(v, n)
         cos, sin = (table[:, :, None].to(q.device) * pos.qk_factor for table in (cos, sin))
         q, k = (x.unflatten(1, (cos.size(1), -1)) for x in (q, k))  # heads that share a table
         q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
@@ -152,11 +149,6 @@ transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
 load = SwappedLlama.from_pretrained
 
 
-def check_llama(model):
-    if (name := type(model).__name__) not in ("LlamaForCausalLM", "SwappedLlama"):
-        raise Refused(f"{name} is no LlamaForCausalLM; hf/README.md says what others would take")
-
-
 def learned_type(config):
     """The library's name of the RoPE that a model was trained with: "default", "llama3", ..."""
     return config.rope_parameters.get("learned_type", config.rope_parameters["rope_type"])
@@ -180,9 +172,6 @@ def new_positions(model, swap):
     config, new = our_config(model.config, swap), []
     with torch.device("cpu"):
         check_pos(config)
-    n_kv, n_table = model.config.num_key_value_heads, swap["pos_args"].get("n_table", 1)
-    if n_table and n_kv % n_table and n_table % n_kv:
-        raise Refused(f"n_table {n_table} and {n_kv} key heads: one must divide the other")
     for block in model.model.layers:
         new.append(LayerPosition(config))
         if hasattr(block.self_attn, "pos"):
@@ -197,8 +186,6 @@ def install(model, positions):
     for block, pos in zip(model.model.layers, positions, strict=True):
         layer, config, weight = block.self_attn, model.config, block.self_attn.q_proj.weight
         layer.__class__, layer.pos = Attention, pos if weight.is_meta else pos.to(weight.device)
-        n_key = max(config.num_key_value_heads, getattr(pos.embedding, "n_table", 1))
-        layer.num_key_value_groups = config.num_attention_heads // n_key
         for name in () if hasattr(layer, "q_norm") else ("q_norm", "k_norm"):
             norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
             layer.register_module(name, norm if config.swap["qk_norm"] else nn.Identity())
@@ -217,7 +204,8 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     the queries of a key head share its table (n_table). Refused for another architecture, for
     RoPE that depends on the text's length, and for what the embedding does not take.
     """
-    check_llama(model)
+    if (name := type(model).__name__) not in ("LlamaForCausalLM", "SwappedLlama"):
+        raise Refused(f"{name} is no LlamaForCausalLM; hf/README.md says what others would take")
     config = model.config
     if (kind := learned_type(config)) not in ("default", "linear", "llama3"):
         raise Refused(f"the model's RoPE is scaled in a way that is not known here: {kind}")
@@ -225,8 +213,6 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
         raise Refused(f"the model's RoPE is scaled ({kind}): rope_scaling would be the second")
     if pos not in EMBEDDINGS:
         raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
-    if type(train_len) is not int or train_len < 1:
-        raise Refused(f"train_len must be a number of tokens, not {train_len!r}")
     old = getattr(config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args, rope_scaling = old["pos_args"] | pos_args, rope_scaling or old["rope_scaling"]

@@ -18,7 +18,7 @@ from conftest import ROOT, need_gpt2, refuses, run_training, write_text
 from test_robust import torchrun
 from torch._dynamo.testing import CompileCounter
 
-from checkpoint import load_checkpoint, with_pos
+from checkpoint import load_checkpoint
 from common import Refused
 from data import EOT, Passkey, load_tokenizer
 
@@ -49,16 +49,15 @@ def tokens(*shape):
     return torch.randint(1, 90, shape, generator=torch.Generator().manual_seed(1))
 
 
-SWAPS = ["nope", "alibi", "rope", "fope", "rope yarn", "fope yarn", "fope 9 heads", "fope old"]
+SWAPS = ["nope", "alibi", "rope", "fope", "rope yarn", "fope yarn", "fope 9 heads"]
 
 
 @pytest.fixture(params=SWAPS)
 def swapped(request):
-    """A swapped Llama; SmolLM-135M has 9 heads, 3 of them for keys. Old: a table a query head."""
+    """A swapped Llama; SmolLM-135M has 9 heads, 3 of them for keys."""
     pos, _, how = request.param.partition(" ")
     llama = random_llama(9, 3, tie_word_embeddings=True) if how == "9 heads" else random_llama()
-    kwargs = {"yarn": dict(rope_scaling=YARN), "old": dict(n_table=None)}.get(how, {})
-    return swap_position_embedding(llama, pos, 40, **kwargs)
+    return swap_position_embedding(llama, pos, 40, rope_scaling=YARN if how == "yarn" else None)
 
 
 @torch.no_grad()
@@ -71,16 +70,6 @@ def test_our_rope_is_the_librarys_to_the_last_bit(heads):
     llama, ids = random_llama(*heads), tokens(2, 100)
     before = logits(llama, ids)
     assert torch.equal(logits(swap_position_embedding(llama, "rope", 40), ids), before)
-
-
-def test_our_rope_writes_from_a_padded_batch_what_the_library_does():
-    llama, mask = random_llama(), torch.ones(2, 30, dtype=torch.long)
-    mask[0, :9] = 0
-    ours = swap_position_embedding(copy.deepcopy(llama), "rope", 40)
-    more = dict(attention_mask=mask, max_new_tokens=9, do_sample=False)
-    more |= dict(output_logits=True, return_dict_in_generate=True)
-    a, b = (model.generate(tokens(2, 30), **more) for model in (llama, ours))
-    assert all(map(torch.equal, a.logits, b.logits)) and torch.equal(a.sequences, b.sequences)
 
 
 def test_the_cache_changes_nothing(swapped):
@@ -106,10 +95,7 @@ def test_padding_changes_nothing(swapped, side):
         torch.testing.assert_close(both[i, where[i]], alone, atol=1e-4, rtol=1e-4)
 
 
-STATIC = {"cache_implementation": "static"}
-
-
-@pytest.mark.parametrize("how", [{}, STATIC, STATIC | {"prefill_chunk_size": 7}])
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static", "prefill_chunk_size": 7}])
 def test_a_padded_batch_generates_what_each_prompt_does(swapped, how):
     ids, lengths = tokens(3, 30), (30, 18, 5)
     padded, mask = torch.zeros(2, 3, 30, dtype=torch.long)
@@ -127,8 +113,7 @@ def test_a_padded_batch_generates_what_each_prompt_does(swapped, how):
 def test_saved_and_loaded(swapped, tmp_path):
     ids = tokens(2, 60)
     before = logits(swapped, ids)
-    swapped.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    swapped.save_pretrained(tmp_path)
     for load in (hf.swap.load, transformers.AutoModelForCausalLM.from_pretrained):
         assert torch.equal(logits(load(tmp_path).eval(), ids), before)
     # in bf16 the tables stay as they are: rounded frequencies would be other frequencies
@@ -141,33 +126,11 @@ def test_saved_and_loaded(swapped, tmp_path):
         assert agree.float().mean() > 0.8
 
 
-def test_gradients_with_checkpointing(swapped):
-    ids, gradients = tokens(2, 48), []
-    for _ in range(2):
-        swapped.train().zero_grad()
-        swapped(ids, labels=ids).loss.backward()
-        gradients.append(swapped.model.layers[0].self_attn.k_proj.weight.grad.clone())
-        swapped.gradient_checkpointing_enable()
-    assert torch.equal(*gradients)
-
-
-def test_a_swap_keeps_every_frequency_on_its_own_dimension():
-    llama = swap_position_embedding(random_llama(), "fope", 4096, sigma=0.0)
-    cos, _ = llama.model.layers[0].self_attn.pos.embedding.tables(64)
-    freqs = 10000.0 ** (-torch.arange(8) / 8)
-    kept = freqs >= 2 * torch.pi / 4096
-    expected = torch.where(kept, torch.outer(torch.arange(64).float(), freqs).cos(), 1.0)
-    assert kept.sum() == 6  # more than head_dim / 4
-    torch.testing.assert_close(cos, expected.expand_as(cos), atol=1e-5, rtol=0)
-
-
 def test_the_same_seed_swaps_in_the_same_noise():
     a, b, c = (swap_position_embedding(random_llama(), "fope", 40, seed=s) for s in (0, 0, 1))
     coefs = [m.model.layers[0].self_attn.pos.embedding.cos_coef for m in (a, b, c)]
     assert torch.equal(coefs[0], coefs[1]) and not torch.equal(coefs[0], coefs[2])
     assert not torch.equal(coefs[0], a.model.layers[1].self_attn.pos.embedding.cos_coef)
-    longer = swap_position_embedding(a, "fope", 41)  # again: what was drawn is kept
-    assert torch.equal(longer.model.layers[0].self_attn.pos.embedding.cos_coef, coefs[0])
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -181,7 +144,6 @@ def test_what_cannot_be_swapped_is_refused_and_stays_as_it_was():
         (random_llama(rope_parameters=LLAMA3 | {"rope_type": "dynamic"}), "fope", {}, "dynamic"),
         (random_llama(), "kerple", {}, "kerple"),
         (random_llama(), "fope", {"sigma": -1}, "sigma"),
-        (swap_position_embedding(random_llama(), "fope", 40), "fope", {"sigma": 1}, "sigma"),
     ):
         before = logits(model, tokens(1, 30))
         with pytest.raises(Refused, match=word):
@@ -198,14 +160,6 @@ def test_a_swap_can_be_repeated(swapped):
         again = logits(swap_position_embedding(swapped, pos, 40), ids)
     if swap["pos"] != "fope" and not swap["rope_scaling"]:  # which are drawn and given anew
         assert torch.equal(again, before)
-
-
-def test_a_trained_rope_model_can_read_further_with_yarn():
-    """Figure 4's comparison: RoPE put in RoPE's place, and once more with YaRN."""
-    again = swap_position_embedding(random_llama(), "rope", 40)
-    for model in (again, once := random_llama()):
-        swap_position_embedding(model, "rope", 40, rope_scaling=YARN)
-    assert torch.equal(logits(again, tokens(1, 90)), logits(once, tokens(1, 90)))
 
 
 def test_a_program_that_does_not_know_a_swapped_model_stops(tmp_path):
@@ -231,18 +185,12 @@ def test_any_attention_of_the_library_has_positions(swapped, tmp_path):
 
 
 def four_dimensional_masks(T):
-    """Prefix, two packed texts and random: (T, T), true where a query may look."""
+    """A prefix, and two packed texts: (T, T), true where a query may look."""
     i, j = torch.arange(T)[:, None], torch.arange(T)
-    causal = i >= j
-    random_holes = torch.rand(T, T, generator=torch.Generator().manual_seed(0)) < 0.7
-    return {
-        "prefix": causal | (j < 12),
-        "packed": causal & ((i < 20) == (j < 20)),
-        "holes": causal & (random_holes | (i == j)),
-    }
+    return {"prefix": (i >= j) | (j < 12), "packed": (i >= j) & ((i < 20) == (j < 20))}
 
 
-@pytest.mark.parametrize("kind", ["prefix", "packed", "holes"])
+@pytest.mark.parametrize("kind", ["prefix", "packed"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_do_to_rope_what_they_do_in_the_library(kind, dtype):
     llama, ids = random_llama(), tokens(2, 50)
@@ -285,7 +233,10 @@ def test_fope_is_not_given_positions_that_a_mask_does_not_say():
 
 
 def test_grouped_keys_are_turned_once_and_as_the_formula_says():
-    """Key heads, not query heads, enter the cache, turned; a group's queries share their table."""
+    """
+    Key heads, not query heads, enter the cache, turned; a group's queries share their table. Each
+    frequency above the floor, 6 here, is on its own pair: more than head_dim / 4, the released cap.
+    """
     model, ids = swap_position_embedding(random_llama(), "fope", 4096, sigma=3.0), tokens(1, 40)
     layer, turned = model.model.layers[0].self_attn, {}
     pos = layer.pos.embedding
@@ -294,7 +245,7 @@ def test_grouped_keys_are_turned_once_and_as_the_formula_says():
         cache = model(ids, use_cache=True).past_key_values
     assert pos.cos_coef.shape == (2, 6, 6)
     assert torch.equal(cache.layers[0].keys, turned["out"][1])
-    angles = torch.arange(40)[:, None].double() * pos.freqs.double()
+    angles = torch.arange(40)[:, None].double() * 10000.0 ** (-torch.arange(6).double() / 8)
     for x, y, heads in zip(turned["args"], turned["out"], (4, 2), strict=False):
         for h in range(heads):
             table = h * 2 // heads
@@ -328,11 +279,9 @@ def test_scaled_frequencies_stay_on_the_pairs_that_have_learned_them(tmp_path):
     assert torch.equal(logits(fope, ids), before)
 
 
-@pytest.mark.parametrize("pos", [None, *EMBEDDINGS])
+@pytest.mark.parametrize("pos", EMBEDDINGS)
 def test_compiled_it_is_one_graph_as_a_llama_is(pos):
-    model, ids = random_llama(), tokens(2, 48)
-    if pos:
-        swap_position_embedding(model, pos, 40)
+    model, ids = swap_position_embedding(random_llama(), pos, 40), tokens(2, 48)
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -360,10 +309,10 @@ def export(run, out):
 
 
 @pytest.mark.parametrize("flags", [[], ["--qk_norm"]], ids=["", "qk_norm"])
-@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "rope own"])
+@pytest.mark.parametrize("pos", [*EMBEDDINGS, "rope_a", "rope yarn"])
 def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path):
-    if pos == "rope own":  # frequencies of its own
-        flags = [*flags, "--pos_args", f"freqs={[1.0 / 2**i for i in range(8)]}"]
+    if pos == "rope yarn":
+        flags = [*flags, "--rope_scaling", "factor=4", "original_len=16"]
     run = run_training(data_folder, tmp_path / "run", f"--pos={pos.split()[0]}", *flags)
     ours, _, _ = load_checkpoint(run)
     theirs = export(run, tmp_path / "exported")
@@ -373,22 +322,11 @@ def test_an_exported_model_has_the_same_logits(pos, flags, data_folder, tmp_path
         torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
 
 
-def test_a_swap_after_the_export_is_that_of_train_py(data_folder, tmp_path):
-    run = run_training(data_folder, tmp_path / "run", "--pos=rope")
-    fope = dict(pos="fope", pos_args={"cap": False, "sigma": 0.0}, train_len=64)
-    rope = load_checkpoint(run)[0]
-    ours = with_pos(rope, rope.config.changed(**fope))
-    theirs = swap_position_embedding(export(run, tmp_path / "exported"), "fope", 64, sigma=0.0)
-    ids = torch.randint(512, (2, 100))
-    torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
-
-
 def test_an_exported_run_writes_through_a_pipeline(checkpoint, tmp_path):
     export(checkpoint, tmp_path)
     write = transformers.pipeline("text-generation", str(tmp_path))
     text = write("Document", max_new_tokens=8, do_sample=False)[0]["generated_text"]
     assert text.startswith("Document") and len(text) > len("Document")
-    assert "hf.swap.load" in (tmp_path / "README.md").read_text()
 
 
 def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
@@ -478,8 +416,7 @@ def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
     bad.write_text('\ufeff\n{"text": "one"}\n \t\n{"text": "two"}\n\n', encoding="utf-8")
     hf.finetune.check_lines(bad)  # blank lines are skipped
-    lines = '{"question": "who?"}\n', '{"text": "one"}\n{"text": \n', '["text"]\n', "\0\1"
-    for text in (*lines, '{"text": "a<|endoftext|>b"}\n'):
+    for text in ('{"question": "who?"}\n', '{"text": \n', '{"text": "a<|endoftext|>b"}\n'):
         bad.write_text(text)
         refuses(finetune, [*words, llama_folder, "--dataset_name", bad.parent], f"{bad}, line")
 
