@@ -11,6 +11,7 @@ Memory is the peak of one embedding alone: on a GPU what torch has allocated, on
 resident. The last column is the kernel that torch chooses for attention.
 """
 
+import gc
 import multiprocessing
 import resource
 import statistics
@@ -85,7 +86,10 @@ def attention_kernels(run):
 
 
 def alone(args, pos, what, device):
-    """Which kernels one embedding runs, the peak of memory, FLOP per token; in a new process."""
+    """Which kernels one embedding runs, the peak of memory, FLOP per token; in another process."""
+    if device.type == "cuda":
+        gc.collect()  # or the last one's weights might still be there
+        torch.cuda.reset_peak_memory_stats()
     work = Workload(args, pos, what, device)
     kernels = attention_kernels(work.run) if what != "compiled" else "as in train"
     work.run()  # the optimizer's state came with the first step
@@ -106,7 +110,8 @@ def alone(args, pos, what, device):
 def measure_alone(args, whats, device):
     """{embedding: what it needs for each of whats}."""
     spawn, measured = multiprocessing.get_context("spawn"), {pos: {} for pos in args.pos}
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as other:
+    n = None if device.type == "cuda" else 1  # elsewhere a process cannot reset its peak
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=n) as other:
         for pos, what in Bar([(pos, what) for pos in args.pos for what in whats], "memory"):
             measured[pos] |= other.submit(alone, args, pos, what, device).result()
     return measured

@@ -34,6 +34,9 @@ NAMES = {
     r"\.attn\.pos\.": ".attn.pos.embedding.",
     r"\.attn\.": ".self_attn.",
 }
+PLAIN = """A plain Llama, which `transformers.pipeline("text-generation", FOLDER)` reads."""
+SWAPPED = """A Llama with another position embedding. In the root folder of the project that wrote
+it, `import hf.swap; model = hf.swap.load(FOLDER)` reads it; after that import pipelines do, too."""
 
 
 def llama_config(config, tokenizer):
@@ -110,8 +113,9 @@ def main(argv=None):
     llama = to_llama(model, tokenizer)
     llama.save_pretrained(common.make_folder(args.out))
     to_fast_tokenizer(tokenizer).save_pretrained(args.out)
-    plain = type(llama) is LlamaForCausalLM
-    print(f"{args.out} is a {'plain Llama' if plain else 'swapped Llama, for hf.swap.load'}")
+    about = PLAIN if type(llama) is LlamaForCausalLM else SWAPPED
+    (args.out / "README.md").write_text(f"{about}\n", encoding="utf-8")
+    print(f"{args.out}: {about.partition('. ')[0].partition(',')[0]}")
 
 
 if __name__ == "__main__":
