@@ -10,7 +10,7 @@ from conftest import refuses
 import train
 from fope import FoPE
 from model import GPTConfig
-from recipe import RECIPES, Recipe, check_keywords, check_pos, flag_words, keywords_of
+from recipe import OF_THE_DATA, RECIPES, Recipe, check_keywords, check_pos, flag_words, keywords_of
 
 SHAPE = dict(train_len=40, vocab_size=50, n_layer=1, n_head=2, head_dim=16, n_embd=32)
 SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
@@ -69,14 +69,10 @@ def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
 
 # --- flags
 
-OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags
-
 
 def given_by(recipe):
     """The fields that train.py reads when every field of a recipe is given as a flag."""
-    items = [(k, v) for k, v in asdict(recipe).items() if k not in OF_THE_DATA]
-    words = [word for item in items for word in flag_words(*item)]
-    return train.parse_args(["--out", "x", *words])[1]
+    return train.parse_args(["--out", "x", *recipe.as_flags()])[1]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -85,28 +81,18 @@ def test_flags_give_the_same_recipe_back(name):
     assert RECIPES[given["preset"]].changed(**given) == recipe
     # and not since the preset has them already
     assert given == {k: v for k, v in asdict(recipe).items() if k in given}
-    without = {name for name in vars(recipe) if not flag_words(name, getattr(recipe, name))}
-    assert given.keys() == vars(recipe).keys() - without - set(OF_THE_DATA)
 
 
-def help_of(capsys, *argv):
-    """{flag: its help} of the recipe's flags, each on one line."""
+@pytest.mark.parametrize("preset", ["tiny", "180M"])
+def test_help_shows_the_values_that_a_preset_has_in_the_end(preset, capsys):
     with pytest.raises(SystemExit):
-        train.main([*argv, "--help"])
+        train.main(["--preset", preset, "--help"])
     text = capsys.readouterr().out.partition("the recipe, with the values")[2]
     parts = re.split(r"\n  --(\w+)(?:, --no-\w+)? *", text)[1:]
-    return {k: " ".join(v.split()) for k, v in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def test_help_shows_the_values_that_a_preset_has_in_the_end(capsys):
-    tiny, paper = help_of(capsys), help_of(capsys, "--preset", "60M")
-    assert set(paper) == set(tiny) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
-    assert paper["warmup_steps"].endswith("(10000)") and tiny["warmup_steps"].endswith("(50)")
-    for preset, shown in (("60M", paper), ("180M", help_of(capsys, "--preset", "180M"))):
-        recipe = RECIPES[preset].resolved()
-        for name, text in shown.items():
-            words = flag_words(name, getattr(recipe, name))[1:]
-            assert text.endswith(f"({' '.join(words)})") or not words, text
+    assert set(parts[::2]) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
+    for name, shown in zip(parts[::2], parts[1::2], strict=True):
+        words = flag_words(name, getattr(RECIPES[preset].resolved(), name))[1:]
+        assert " ".join(shown.split()).endswith(f"({' '.join(words)})") or not words, shown
 
 
 def test_flags_of_all_kinds_give_the_same_recipe_back():
