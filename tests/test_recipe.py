@@ -47,7 +47,6 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(pos_args={"n_table": 3}), "n_table"),
         (dict(pos_args={"n_table": 0}), "n_table"),
         (dict(train_len=6), "floor"),
-        (dict(pos="rope_a", train_len=3), "train_len"),
         (dict(pos="rope_a", pos_args={"rounding": "half"}), "nearest, up, down"),
         (dict(rope_scaling=SCALED | {"kind": "ntk"}), "yarn, interpolate"),
         (dict(rope_scaling=SCALED | {"factor": 0.5}), "factor"),
