@@ -306,9 +306,8 @@ class FoPE(RoPE):
         assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
         self.sin_pad = float(variant == "released") if sin_pad is None else sin_pad
-        self.n_table = self.n_head if n_table is None else n_table
-        divides = 0 < self.n_table <= self.n_head and self.n_head % self.n_table == 0
-        assert divides, f"n_table must divide the {self.n_head} heads, which {n_table} does not"
+        self.n_table = n_table or self.n_head
+        assert self.n_head % self.n_table == 0, f"n_table {n_table} must divide {self.n_head} heads"
         # (D,) instead of RoPE's, and saved, since some are random
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))

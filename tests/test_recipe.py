@@ -45,7 +45,6 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(pos_args={"n_freq": 1}), "n_freq"),
         (dict(pos_args={"variant": "original"}), "released, paper"),
         (dict(pos_args={"n_table": 3}), "n_table"),
-        (dict(pos_args={"n_table": 0}), "n_table"),
         (dict(train_len=6), "floor"),
         (dict(pos="rope_a", pos_args={"rounding": "half"}), "nearest, up, down"),
         (dict(rope_scaling=SCALED | {"kind": "ntk"}), "yarn, interpolate"),
