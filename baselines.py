@@ -11,7 +11,6 @@ The interface of an embedding is described in fope.py.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +41,12 @@ class LearnedBias(PositionEmbedding):
         time, and again in the backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it
         (of FIRE's hidden layer, 32 instead of n_head).
         """
-        starts = range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]
-        if len(starts) == 1:
-            return self.attend_block(q, k, v, 0)
         y = []
-        for start in starts:  # largest block first, so that smaller ones reuse its memory
+        # largest block first, so that smaller ones reuse its memory
+        for start in range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]:
             end = start + QUERIES_PER_BLOCK
             block = q[..., start:end, :], k[..., :end, :], v[..., :end, :], start
-            if torch.is_grad_enabled():
-                y.append(checkpoint(self.attend_block, *block, use_reentrant=False))
-            else:
-                y.append(self.attend_block(*block))
+            y.append(checkpoint(self.attend_block, *block, use_reentrant=False))
         return torch.cat(y[::-1], dim=-2)
 
     def attend_block(self, q, k, v, start):
@@ -136,7 +130,6 @@ class RoPEA(RoPE):
         assert rounding in ROUNDINGS, f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}"
         cycle = 2 * math.pi / self.train_len
         self.freqs = ROUNDINGS[rounding](self.freqs / cycle) * cycle
-        assert self.freqs.any(), f"RoPE-A has no frequency left at train_len {self.train_len}"
 
 
 class TaperedRoPE(RoPE):
@@ -193,15 +186,11 @@ def rope_scaling(
     authors' code leaves that out.
     """
     scales = {
-        "yarn": partial(
-            yarn, factor=factor, original_len=original_len, head_dim=head_dim, theta=theta
-        ),
+        "yarn": lambda freqs: yarn(freqs, factor, original_len, head_dim, theta),
         "interpolate": lambda freqs: freqs / factor,
     }
     assert kind in scales, f"kind {kind!r} is none of {', '.join(scales)}"
-    assert not temperature or kind == "yarn", "temperature goes with kind=yarn"
     assert factor >= 1, f"factor must be at least 1, not {factor}"
-    assert original_len >= 1, f"original_len must be at least 1, not {original_len}"
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
     return {"train_len": original_len, "scale": scales[kind], "qk_factor": qk_factor}
 

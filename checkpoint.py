@@ -50,13 +50,12 @@ def load_checkpoint(folder, device="cpu"):
                 raise zipfile.BadZipFile(f"bad checksum of {damaged}")
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         about, weights = dict(state["config"]), state["model"]
+        recipe = about.pop("recipe")
     except Exception as e:  # whatever a foreign or damaged file makes zipfile or torch raise
         reason = str(e).split("\n")[0]
         raise Refused(f"{path} is damaged or was not written by this project: {reason}") from None
-    if "recipe" not in about:
-        raise Refused(f"{path} is damaged, or so old that 164b51f is the last commit to read it")
     try:
-        recipe = Recipe(**about.pop("recipe"))
+        recipe = Recipe(**recipe)
         check_pos(recipe)
         model = GPT(recipe, draw=False)
         model.load_state_dict(weights)
@@ -133,7 +132,7 @@ class Run:
     def go_on(self, given, device):
         """As it was saved, but for what a resumed run may change."""
         self.model, self.about, self.saved = load_checkpoint(self.folder, device)
-        self.step, self.log = self.saved["step"], self.saved.get("log", [])
+        self.step, self.log = self.saved["step"], self.saved["log"]
         started = self.model.config
         if "rope_scaling" in given:
             given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
@@ -169,13 +168,12 @@ class Run:
         if self.saved:
             optimizer.load_state_dict(self.saved["optimizer"])
             self.saved = None  # or its memory would stay
-        if common.rank() == 0 and (self.log or not self.step):  # older runs did not save it
+        if common.rank() == 0:
             log = "".join(json.dumps(line) + "\n" for line in self.log).encode()
-            files = {"log.jsonl": log}
+            write_atomically(self.folder / "log.jsonl", lambda f: f.write(log))
             if (tokenizer := self.data.folder / "tokenizer.tiktoken").exists():
-                files[tokenizer.name] = tokenizer.read_bytes()  # to be read without its data
-            for name, content in files.items():
-                write_atomically(self.folder / name, lambda f, content=content: f.write(content))
+                ranks = tokenizer.read_bytes()  # to be read without its data
+                write_atomically(self.folder / tokenizer.name, lambda f: f.write(ranks))
 
     def write_log(self, line):
         self.log.append(line)

@@ -202,8 +202,6 @@ class RoPE(PositionEmbedding):
         super().__init__(**kwargs)
         assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
-        fits = freqs is None or (len(freqs) == self.head_dim // 2 and min(freqs) > 0)
-        assert fits, f"freqs must be {self.head_dim // 2} numbers over 0, not {freqs}"
         freqs = rope_freqs(self.head_dim, self.theta) if freqs is None else torch.tensor(freqs)
         # not saved: the frequencies follow from the config
         self.register_buffer("freqs", freqs.float(), persistent=False)
@@ -298,21 +296,18 @@ class FoPE(RoPE):
         super().__init__(**kwargs)
         assert variant in ("released", "paper"), f"variant {variant!r} is none of released, paper"
         assert sigma >= 0, f"sigma must not be negative, as {sigma} is"
-        assert floor >= 0, f"floor must be true, false or a number of tokens, not {floor}"
         floor_len = self.train_len if floor is True else floor
         kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
         D = len(kept) if n_freq is None else n_freq
         K = len(kept)
         if variant == "released" and floor and cap:
             K = min(K, self.head_dim // 4)
-        least = f"head_dim {self.head_dim} must be at least 4, the floor of {floor_len} at least 7"
-        assert K > 0, f"FoPE has no frequency left: {least}"
+        assert K > 0, f"no frequency of head_dim {self.head_dim} passes the floor of {floor_len}"
         assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
         self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
         self.sin_pad = float(variant == "released") if sin_pad is None else sin_pad
-        self.n_table = self.n_head if n_table is None else n_table
-        divides = 0 < self.n_table <= self.n_head and self.n_head % self.n_table == 0
-        assert divides, f"n_table must divide the {self.n_head} heads, which {n_table} does not"
+        self.n_table = n_table or self.n_head
+        assert self.n_head % self.n_table == 0, f"n_table {n_table} must divide {self.n_head} heads"
         # (D,) instead of RoPE's, and saved, since some are random
         self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))

@@ -201,10 +201,6 @@ def is_a(value, kind):
     return object in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def name_of(kind):
-    return " or ".join(k.__name__.replace("NoneType", "None") for k in get_args(kind) or (kind,))
-
-
 def keywords_of(function):
     """{name: its annotation} of the keywords that one may set; a class has its bases' too."""
     types, calls = {}, [function]
@@ -227,12 +223,10 @@ def parse_lengths(text, train_len):
 
 def check_keywords(what, given, types):
     """Refuse keywords that are not known or not of their type."""
+    takes = ", ".join(f"{name} ({inspect.formatannotation(t)})" for name, t in types.items())
     for name, value in given.items():
-        if name not in types:
-            takes = ", ".join(f"{name} ({name_of(kind)})" for name, kind in types.items())
-            raise Refused(f"{what} has no keyword {name}; its keywords: {takes or 'none'}")
-        if not is_a(value, types[name]):
-            raise Refused(f"{name} of {what} must be {name_of(types[name])}, not {value!r}")
+        if name not in types or not is_a(value, types[name]):
+            raise Refused(f"{what} does not take {name}={value!r}; it takes {takes or 'nothing'}")
 
 
 def check_pos(config):
@@ -306,8 +300,6 @@ def flag_words(name, value):
     if value in (None, "", {}) or value is False:
         return []
     if isinstance(value, dict):
-        return [
-            f"--{name}",
-            *(f"{k}={v if type(v) is str else json.dumps(v)}" for k, v in value.items()),
-        ]
+        pairs = [f"{k}={v if type(v) is str else json.dumps(v)}" for k, v in value.items()]
+        return [f"--{name}", *pairs]
     return [f"--{name}"] if value is True else [f"--{name}", str(value)]

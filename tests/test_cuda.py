@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 import common
 import train
-from data import Batches, TokenData
 from fope import RoPE
 from model import GPT, GPTConfig, loss_and_gradient
 from recipe import RECIPES
@@ -199,17 +198,6 @@ def test_a_long_text_on_cuda(on_fake_cuda, preset, pos):
     assert dtype == torch.float32
     assert plans == [True, True, False, False, False, False] and kept
     assert peak < 6e9
-
-
-def test_a_batch_is_copied_while_a_gpu_computes(data_folder):
-    """From pinned memory, or the copy would wait for what the GPU is doing."""
-    recipe = RECIPES["tiny"].changed(train_len=32)
-    batches, device = Batches(TokenData(data_folder, "train"), recipe), torch.device("cuda")
-    with patch.object(torch, "from_numpy") as from_numpy:
-        batch = batches.batch(7, device)
-    pinned = from_numpy().pin_memory()
-    pinned.to.assert_called_once_with(device, non_blocking=True)
-    assert batch is pinned.to()
 
 
 # --- torch.compile

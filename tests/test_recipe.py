@@ -5,44 +5,17 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
+from conftest import refuses
 
 import train
-from baselines import POSITION_EMBEDDINGS, rope_scaling
-from common import Refused
 from fope import FoPE
 from model import GPTConfig
-from recipe import RECIPES, Recipe, check_keywords, check_pos, flag_words, keywords_of, name_of
+from recipe import OF_THE_DATA, RECIPES, Recipe, check_keywords, check_pos, flag_words, keywords_of
 
 SHAPE = dict(train_len=40, vocab_size=50, n_layer=1, n_head=2, head_dim=16, n_embd=32)
-
-
-def refusal(call):
-    """The sentence of what call() refuses."""
-    with pytest.raises(Refused) as info:
-        call()
-    assert "\n" not in str(info.value)
-    return str(info.value)
-
+SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
 
 # --- the keywords of embeddings
-
-FOPE = {"sigma": "float", "n_freq": "int or None", "variant": "str", "floor": "bool or int"}
-FOPE |= {"cap": "bool", "sin_pad": "float or None", "n_table": "int or None"}
-ROPE = {"freqs": "list or None"}
-FOPE |= ROPE
-SCALING = {"factor": "float", "original_len": "int", "kind": "str", "temperature": "bool"}
-
-
-def test_keywords_are_those_of_the_classes_with_their_types():
-    found = {
-        name: {k: name_of(kind) for k, kind in keywords_of(cls).items()}
-        for name, cls in POSITION_EMBEDDINGS.items()
-    }
-    assert found.pop("fope") == FOPE
-    assert found.pop("rope") == ROPE and found.pop("rope_a") == {"rounding": "str"} | ROPE
-    assert found.pop("rope_taper") == ROPE
-    assert set(found) == {"nope", "alibi", "kerple", "fire"} and not any(found.values())
-    assert {k: name_of(kind) for k, kind in keywords_of(rope_scaling).items()} == SCALING
 
 
 class More(FoPE):
@@ -51,53 +24,36 @@ class More(FoPE):
 
 
 def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_value():
-    assert keywords_of(More) == {"strength": float, "any_of": object, **keywords_of(FoPE)}
-    for good in (2, "x", [1], None):
-        check_keywords("more", {"any_of": good}, keywords_of(More))
+    for good in ({"any_of": "x"}, {"any_of": None}, {"strength": 2, "sigma": 1, "freqs": None}):
+        check_keywords("more", good, keywords_of(More))
 
 
 @pytest.mark.parametrize(
-    "pos, pos_args, words",
+    "changes, word",
     [
-        ("fope", {"cap": "False"}, "cap of fope must be bool"),
-        ("fope", {"floor": "False"}, "floor of fope must be bool or int"),
-        ("fope", {"sigma": "0.3"}, "sigma of fope must be float"),
-        ("fope", {"sigma": None}, "sigma of fope must be float"),
-        ("fope", {"sigma": True}, "sigma of fope must be float"),
-        ("fope", {"sigma": -0.1}, "sigma"),
-        ("fope", {"n_freq": 3.5}, "n_freq of fope must be int or None"),
-        ("fope", {"n_freq": 1}, "n_freq"),
-        ("fope", {"variant": "original"}, "released, paper"),
-        # what a model gives to its embedding by itself
-        ("rope", {"qk_factor": 2.0}, "qk_factor"),
-        ("rope", {"head_dim": 8}, "head_dim"),
-        ("rope", {"self": 1}, "self"),
-        ("rope_a", {"rounding": "half"}, "nearest, up, down"),
+        (dict(pos_args={"gamma": 3}), "gamma"),
+        (dict(pos_args={"cap": "False"}), "cap"),
+        (dict(pos_args={"sigma": True}), "sigma"),
+        (dict(pos_args={"n_freq": 3.5}), "n_freq"),
+        (dict(pos="rope", pos_args={"head_dim": 8}), "head_dim"),  # a model gives it by itself
+        (dict(pos="alibi", rope_scaling=SCALED), "--rope_scaling"),
+        (dict(rope_scaling={"factor": 2.0}), "original_len"),
+        (dict(rope_scaling=SCALED | {"factor": "2"}), "factor"),
+        (dict(rope_scaling=SCALED | {"beta": 8}), "beta"),
+        # what they themselves do not take
+        (dict(pos_args={"sigma": -0.1}), "sigma"),
+        (dict(pos_args={"n_freq": 1}), "n_freq"),
+        (dict(pos_args={"variant": "original"}), "released, paper"),
+        (dict(pos_args={"n_table": 3}), "n_table"),
+        (dict(train_len=6), "floor"),
+        (dict(pos="rope_a", pos_args={"rounding": "half"}), "nearest, up, down"),
+        (dict(rope_scaling=SCALED | {"kind": "ntk"}), "yarn, interpolate"),
+        (dict(rope_scaling=SCALED | {"factor": 0.5}), "factor"),
     ],
 )
-def test_what_an_embedding_does_not_take_is_refused_with_a_sentence(pos, pos_args, words):
-    recipe = Recipe(pos=pos, pos_args=pos_args, **SHAPE)
-    assert words in refusal(recipe.check)
-
-
-SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
-
-
-@pytest.mark.parametrize(
-    "pos, scaling, words",
-    [
-        *((pos, SCALED, "--rope_scaling") for pos in ("nope", "alibi", "kerple", "fire")),
-        ("rope", {"kind": "yarn"}, "factor"),
-        ("rope", {"factor": 2.0}, "original_len"),
-        ("rope", SCALED | {"kind": "ntk"}, "yarn, interpolate"),
-        ("rope", SCALED | {"factor": "2"}, "factor of --rope_scaling must be float"),
-        ("rope", SCALED | {"factor": 0.5}, "factor"),
-        ("fope", SCALED | {"original_len": 16.5}, "original_len of --rope_scaling must be int"),
-        ("rope", SCALED | {"beta": 8}, "beta"),
-    ],
-)
-def test_scalings_that_make_no_sense_are_refused_with_a_sentence(pos, scaling, words):
-    assert words in refusal(Recipe(pos=pos, rope_scaling=scaling, **SHAPE).check)
+def test_what_an_embedding_does_not_take_is_refused_with_a_sentence(changes, word):
+    recipe = Recipe(**SHAPE | changes)
+    refuses(lambda _: recipe.check(), [], word)
 
 
 def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
@@ -111,14 +67,10 @@ def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
 
 # --- flags
 
-OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags
-
 
 def given_by(recipe):
     """The fields that train.py reads when every field of a recipe is given as a flag."""
-    items = [(k, v) for k, v in asdict(recipe).items() if k not in OF_THE_DATA]
-    words = [word for item in items for word in flag_words(*item)]
-    return train.parse_args(["--out", "x", *words])[1]
+    return train.parse_args(["--out", "x", *recipe.as_flags()])[1]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -127,28 +79,18 @@ def test_flags_give_the_same_recipe_back(name):
     assert RECIPES[given["preset"]].changed(**given) == recipe
     # and not since the preset has them already
     assert given == {k: v for k, v in asdict(recipe).items() if k in given}
-    without = {name for name in vars(recipe) if not flag_words(name, getattr(recipe, name))}
-    assert given.keys() == vars(recipe).keys() - without - set(OF_THE_DATA)
 
 
-def help_of(capsys, *argv):
-    """{flag: its help} of the recipe's flags, each on one line."""
+@pytest.mark.parametrize("preset", ["tiny", "180M"])
+def test_help_shows_the_values_that_a_preset_has_in_the_end(preset, capsys):
     with pytest.raises(SystemExit):
-        train.main([*argv, "--help"])
+        train.main(["--preset", preset, "--help"])
     text = capsys.readouterr().out.partition("the recipe, with the values")[2]
     parts = re.split(r"\n  --(\w+)(?:, --no-\w+)? *", text)[1:]
-    return {k: " ".join(v.split()) for k, v in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def test_help_shows_the_values_that_a_preset_has_in_the_end(capsys):
-    tiny, paper = help_of(capsys), help_of(capsys, "--preset", "60M")
-    assert set(paper) == set(tiny) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
-    assert paper["warmup_steps"].endswith("(10000)") and tiny["warmup_steps"].endswith("(50)")
-    for preset, shown in (("60M", paper), ("180M", help_of(capsys, "--preset", "180M"))):
-        recipe = RECIPES[preset].resolved()
-        for name, text in shown.items():
-            words = flag_words(name, getattr(recipe, name))[1:]
-            assert text.endswith(f"({' '.join(words)})") or not words, text
+    assert set(parts[::2]) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
+    for name, shown in zip(parts[::2], parts[1::2], strict=True):
+        words = flag_words(name, getattr(RECIPES[preset].resolved(), name))[1:]
+        assert " ".join(shown.split()).endswith(f"({' '.join(words)})") or not words, shown
 
 
 def test_flags_of_all_kinds_give_the_same_recipe_back():

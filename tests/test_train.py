@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
@@ -16,17 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TRAIN_FLAGS,
-    log,
-    refuses,
-    run_training,
-    same,
-    untimed_log,
-    weights,
-    write_text,
-)
+from conftest import TRAIN_FLAGS, log, refuses, run_training, same, untimed_log, weights, write_text
 
 import checkpoint as checkpoint_of_a_run
 import common
@@ -38,7 +27,7 @@ import prepare_data
 import train
 from checkpoint import load_checkpoint
 from common import Refused, one_sentence_errors
-from fope import POSITION_EMBEDDINGS, FoPE, NoPE, rope_freqs
+from fope import rope_freqs
 from recipe import RECIPES
 from train import learning_rate
 
@@ -53,23 +42,19 @@ def test_schedule():
     assert all(np.isfinite(learning_rate(s, 3, 10_000, 1.0)) for s in range(3))
 
 
-def parsed(*flags):
-    """The recipe of a new run with these flags."""
-    _, given = train.parse_args(["--out", "y", *flags])
-    return RECIPES[given.get("preset", "tiny")].changed(**given).check().resolved()
-
-
 @pytest.mark.parametrize("preset", ["20M", "60M", "180M", "1.2B"])
 def test_defaults_are_the_papers_from_20M_up(preset):
-    recipe = parsed("--preset", preset)
+    recipe = RECIPES[preset].resolved()
     numbers = recipe.train_len, recipe.tokens, recipe.batch_size, recipe.lr
     assert numbers == (512, 10**10, 1024, 6e-4)
     assert (recipe.weight_decay, recipe.task, recipe.task_share) == (0.1, "", 0.0)
-    assert recipe.n_steps == 19074 and recipe.warmup_steps == 10_000
-    recipe = parsed("--preset", preset, "--tokens=100_000_000_000")
-    assert recipe.n_steps == 190735 and recipe.warmup_steps == 10_000
-    recipe = parsed("--preset", preset, "--train_len=2048")  # fewer than 10,000 steps
-    assert recipe.n_steps == 4769 and recipe.warmup_steps == 238
+    for changes, n_steps, warmup_steps in (
+        ({}, 19074, 10_000),
+        ({"tokens": 10**11}, 190735, 10_000),
+        ({"train_len": 2048}, 4769, 238),  # fewer than 10,000 steps
+    ):
+        recipe = RECIPES[preset].changed(**changes).resolved()
+        assert (recipe.n_steps, recipe.warmup_steps) == (n_steps, warmup_steps)
 
 
 @pytest.mark.parametrize("pos, n_own", [("rope", 18), ("fope", 16)])
@@ -116,11 +101,6 @@ def test_resume_needs_no_other_flag(data_folder, checkpoint, tmp_path):
     assert untimed_log(tmp_path) == untimed_log(checkpoint)
 
 
-def test_resume_where_there_is_no_run_starts_it(data_folder, checkpoint, tmp_path):
-    started = run_training(data_folder, tmp_path / "run", "--resume")
-    assert same(weights(started), weights(checkpoint))
-
-
 def test_resume_drops_log_lines_after_the_checkpoint(data_folder, tmp_path):
     run_training(data_folder, tmp_path, "--log_every", "1", "--stop_at", "5")
     lines = (tmp_path / "log.jsonl").read_text().replace('{"step": 3', '\n{"step": 3')
@@ -138,13 +118,6 @@ def test_same_seed_same_run(data_folder, checkpoint, tmp_path):
     torch.set_rng_state(state)
     other = weights(run_training(data_folder, tmp_path / "other", "--seed", "1"))
     assert not same(weights(checkpoint)["model"], other["model"])
-
-
-def test_validation_does_not_change_training(data_folder, checkpoint, tmp_path):
-    often = run_training(data_folder, tmp_path / "often", "--eval_every", "1")
-    counts = [sum("val_loss" in line for line in log(run)) for run in (often, checkpoint)]
-    assert counts == [20, 10]
-    assert same(weights(often)["model"], weights(checkpoint)["model"])
 
 
 def test_gradient_accumulation_is_the_whole_batch(data_folder, tmp_path):
@@ -168,33 +141,19 @@ def test_a_signal_finishes_the_step_and_saves(
             signal.raise_signal(number)
         return real(*args)
 
+    def save_checkpoint(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
+        signal.raise_signal(number)  # once more, since a save takes its time
+        real(*args, **kwargs)
+
     with monkeypatch.context() as m, pytest.raises(SystemExit) as info:
         m.setattr(train, "accumulate_gradients", accumulate_gradients)
+        m.setattr(checkpoint_of_a_run, "save_checkpoint", save_checkpoint)
         run_training(data_folder, tmp_path)
     assert info.value.code == 128 + number and weights(tmp_path)["step"] == 3
     assert signal.getsignal(number) is before
     assert "step 3 of 20 is saved" in capsys.readouterr().out
     run_training(data_folder, tmp_path, "--resume")
     assert same(weights(tmp_path), weights(checkpoint))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_from_outside_finishes_the_step_and_saves(data_folder, tmp_path, number):
-    out = tmp_path / "run"
-    command = [sys.executable, "train.py", "--data", data_folder, "--out", out, *TRAIN_FLAGS]
-    command = [*map(str, command), "--tokens", "99999999", "--log_every", "1"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    process = subprocess.Popen(command, cwd=ROOT, **pipes)
-    for _ in range(600):
-        if (out / "log.jsonl").exists() and (out / "log.jsonl").read_text().count("\n") >= 3:
-            break
-        time.sleep(0.1)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    step = weights(out)["step"]
-    assert step >= 3 and f"step {step:,} of" in output and "--resume" in output
 
 
 @pytest.mark.parametrize("file", ["pipe", "/dev/full", None])
@@ -256,21 +215,13 @@ def test_tokens_per_second_leave_out_a_save(data_folder, tmp_path, monkeypatch):
     assert all(line["tokens_per_s"] > 1 for line in log(run))
 
 
-def test_a_signal_while_saving_does_not_cost_the_checkpoint(data_folder, tmp_path, monkeypatch):
-    def save(*args, real=checkpoint_of_a_run.save_checkpoint, **kwargs):
-        signal.raise_signal(signal.SIGINT)
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoint_of_a_run, "save_checkpoint", save)
-    with pytest.raises(SystemExit, match="130"):
-        run_training(data_folder, tmp_path, "--stop_at", "2")
-    assert weights(tmp_path)["step"] == 2
-
-
-def test_a_run_is_resumed_with_moved_data_and_other_validation(data_folder, checkpoint, tmp_path):
-    """Neither changes the weights."""
+def test_a_run_is_resumed_with_moved_data_other_validation_and_other_code(
+    data_folder, checkpoint, tmp_path, monkeypatch
+):
+    """None of them changes the weights."""
     run_training(data_folder, tmp_path / "run", "--stop_at", "7")
     moved = shutil.copytree(data_folder, tmp_path / "moved")
+    monkeypatch.setattr(common, "git_commit", lambda: "another")
     flags = ["--resume", "--eval_every=3", "--eval_tokens=100"]
     resumed = run_training(moved, tmp_path / "run", *flags)
     assert same(weights(resumed)["model"], weights(checkpoint)["model"])
@@ -309,19 +260,6 @@ def test_weights_that_are_not_finite_are_not_saved(data_folder, tmp_path, monkey
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
-def test_a_crash_while_saving_leaves_the_old_checkpoint(data_folder, tmp_path, monkeypatch):
-    run_training(data_folder, tmp_path, "--stop_at", "5")
-    before = (tmp_path / "checkpoint.pt").read_bytes()
-
-    def disk_full(state, file):
-        file.write(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(torch, "save", disk_full)
-    refuses(train.main, train_argv(data_folder, tmp_path, "--resume"), "No space left on device")
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
-
-
 @pytest.mark.slow
 def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, monkeypatch):
     """Also of its loss, which is computed in slices here."""
@@ -356,37 +294,44 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
         (["--tokens", "0"], ["--tokens"]),
         (["--n_layer", "1.5"], ["--n_layer"]),
         (["--lr", "nan"], ["--lr"]),
-        (["--seed", "-1"], ["--seed"]),
         (["--preset", "2M"], ["2M", "tiny_passkey", "1.2B"]),
         (["--tokns", "5"], ["--tokns"]),
         (["--task=keys", "--task_share=1"], ["keys", "passkey_anywhere"]),
         (["--task=passkey"], ["--task_share"]),
-        (["--task=passkey", "--task_share", "1.5"], ["--task_share"]),
         (["--lengths", "1.5x"], ["--lengths"]),
-        # the embedding
         (["--pos", "xpos"], ["xpos", "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"]),
         (["--pos", "no_file.Mine"], ["no_file"]),
         (["--pos", "paper.results.Mine"], ["Mine"]),
-        (["--pos_args", "gamma=3"], ["gamma", "sigma (float)"]),
         (["--pos_args", "gamma"], ["--pos_args"]),
-        (["--pos_args", "train_len=2"], ["train_len"]),
         (["--head_dim", "15"], ["head_dim"]),
         (["--rope_scaling", "factor=2"], ["--init_from"]),  # a trained model's alone
-        # what does not fit together
+        # what does not fit together, what is not there
         (["--train_len", "600"], ["--train_len", "--eval_tokens", "--val_frac"]),
         (["--warmup_steps", "20"], ["--warmup_steps"]),
         (["--batch_size", "6", "--grad_accum", "4"], ["--batch_size", "--grad_accum"]),
-        (["--task=passkey", "--task_share=0.5", "--train_len", "32"], ["does not fit 32"]),
-        (["--task=passkey_anywhere", "--task_share=0.5"], ["does not fit 8"]),
-        # what is not there
+        (["--task=passkey", "--task_share=0.5"], ["32"]),
         (["--device", "cuda:7"], ["--device", "cuda:7"]),
-        (["--device", "gpu"], ["--device", "gpu"]),
         (["--data", "nowhere"], ["nowhere"]),
     ],
 )
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
     refuses(train.main, train_argv(data_folder, tmp_path / "new", *flags), *words)
     assert not (tmp_path / "new" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--n_layer", "3"], "--n_layer"),
+        (["--preset", "20M"], "--preset"),
+        (["--rope_scaling", "temperature=true"], "factor"),
+        (["--pos_args", "sigma=0.9"], "sigma 0.9"),
+        (["--init_from", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, word):
+    argv = ["--data", data_folder, "--init_from", checkpoint, "--out", tmp_path / "x"]
+    refuses(train.main, [*argv, "--tokens=1280", *flags], word)
 
 
 def test_a_run_does_not_go_into_a_folder_of_something_else(data_folder, tmp_path):
@@ -398,31 +343,7 @@ def test_a_run_does_not_go_into_a_folder_of_something_else(data_folder, tmp_path
     refuses(train.main, train_argv(data_folder, tmp_path), "--out")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "log.jsonl")
-    run_training(data_folder, tmp_path, "--stop_at=1")
-
-
-def test_resume_under_another_commit_says_so_in_one_line(
-    data_folder, tmp_path, monkeypatch, capsys
-):
-    run_training(data_folder, tmp_path, "--stop_at", "1")
-    monkeypatch.setattr(common, "git_commit", lambda: "another")
-    train.main(["--resume", "--out", str(tmp_path), "--stop_at", "2"])
-    notes = [line for line in capsys.readouterr().out.splitlines() if "this is another" in line]
-    assert len(notes) == 1
-
-
-def test_a_checkpoint_of_changed_code_is_refused_by_the_names_that_differ(
-    checkpoint, tmp_path, monkeypatch
-):
-    class Renamed(model.MLP):
-        def __init__(self, config):
-            super().__init__(config)
-            self.wide = self._modules.pop("up")
-
-    monkeypatch.setattr(model, "MLP", Renamed)
-    for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
-        message = refuses(main, [*argv, checkpoint], "mlp.wide.weight", "mlp.up.weight", "changed")
-        assert "damaged" not in message
+    run_training(data_folder, tmp_path, "--resume", "--stop_at=1")
 
 
 def test_a_run_is_saved_by_the_clock_where_steps_are_slow(data_folder, tmp_path, monkeypatch):
@@ -456,33 +377,6 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
     refuses(train.main, train_argv(data_folder, tmp_path / "x", flags[0], "--pos_args", "f=1"), "f")
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--n_layer", "3"], "--n_layer is 2"),
-        (["--preset", "20M"], "--preset is tiny"),
-        (["--rope_scaling", "factor=0"], "factor"),
-        (["--rope_scaling", "temperature=true"], "factor"),
-        (["--pos", "alibi", "--rope_scaling", "factor=2"], "--rope_scaling"),
-        (["--pos_args", "sigma=0.9"], "sigma 0.9"),
-        (["--init_from", "nowhere"], "nowhere"),
-    ],
-)
-def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, words):
-    argv = ["--data", data_folder, "--init_from", checkpoint, "--out", tmp_path / "x"]
-    refuses(train.main, [*argv, "--tokens=1280", *flags], words)
-
-
-def test_mfu_is_of_the_card_that_is_there(monkeypatch):
-    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
-    assert train.use_of_device(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
-    for name, peak in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        use = train.use_of_device(1000, model, torch.device("cuda"))
-        assert use == {"tokens_per_s": 1000, "mfu": round(989 / 4 / peak, 4), "peak_gb": 3.0}
-
-
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
     before = (checkpoint / "checkpoint.pt").read_bytes()
     argv = train_argv(data_folder, checkpoint)
@@ -494,16 +388,13 @@ def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, 
 
 def test_resume_on_other_data_is_refused(data_folder, tmp_path):
     flags = ["--tokenizer", "byte", "--val_frac", "0.2", "--out"]
-    same, fewer, changed = (tmp_path / name for name in ("same", "fewer", "changed"))
-    for folder, n_documents in ((same, 40), (fewer, 20), (changed, 40)):
-        text = write_text(tmp_path / f"{folder.name}_text", n_documents)
-        for document in text.iterdir() if folder == changed else ():
-            document.write_text(document.read_text().replace("Document", "document"))
-        prepare_data.main(["--source", str(text), *flags, str(folder)])
+    same, changed, text = (tmp_path / name for name in ("same", "changed", "text"))
+    prepare_data.main(["--source", str(write_text(text)), *flags, str(same)])
+    for document in text.iterdir():
+        document.write_text(document.read_text().replace("Document", "document"))
+    prepare_data.main(["--source", str(text), *flags, str(changed)])
     run_training(same, tmp_path / "run", "--stop_at", "2")
-    for folder in (fewer, changed):
-        argv = train_argv(folder, tmp_path / "run", "--resume")
-        refuses(train.main, argv, str(folder))
+    refuses(train.main, train_argv(changed, tmp_path / "run", "--resume"), str(changed))
     argv = train_argv(data_folder, tmp_path / "run", "--resume")
     refuses(train.main, argv, "byte", "bpe:512")
     argv = ["--data", data_folder, "--init_from", tmp_path / "run", "--out", tmp_path / "x"]
@@ -511,26 +402,7 @@ def test_resume_on_other_data_is_refused(data_folder, tmp_path):
     run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
 
 
-# --- code that changes
-
-
-def test_a_mistake_in_an_embedding_has_its_traceback(data_folder, tmp_path, monkeypatch):
-    def rotate(self, q, k):
-        B, T, C = q.shape
-        return q.view(B, T, C), k
-
-    monkeypatch.setattr(FoPE, "rotate", rotate)
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        one_sentence_errors(train.main)(list(map(str, train_argv(data_folder, tmp_path))))
-
-
-def test_a_run_whose_embedding_is_gone_is_refused_by_its_name(data_folder, tmp_path, monkeypatch):
-    with monkeypatch.context() as m:
-        m.setitem(POSITION_EMBEDDINGS, "mine", type("Mine", (NoPE,), {}))
-        run_training(data_folder, tmp_path, "--pos=mine", "--stop_at=1")
-    for main, argv in ((train.main, ["--resume", "--out"]), (eval_perplexity.main, [])):
-        message = refuses(main, [*argv, tmp_path], "mine", "nope")
-        assert "damaged" not in message
+# --- a task of one's own
 
 
 class TwoKeys(data.Passkey):
@@ -564,49 +436,33 @@ def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypa
 
 # --- starting from another run
 
-
 YARN = {"kind": "yarn", "factor": 2, "original_len": 32}
 
 
 @pytest.mark.parametrize(
     "pos, flags, scaling",
     [
-        ("rope", ["--rope_scaling", "factor=2"], YARN),
-        (
-            "rope",
-            ["--rope_scaling", "kind=yarn", "factor=2", "temperature=true"],
-            YARN | {"temperature": True},
-        ),
-        (
-            "rope",
-            ["--rope_scaling", "kind=interpolate", "factor=2"],
-            YARN | {"kind": "interpolate"},
-        ),
+        ("rope", ["--rope_scaling", "factor=2", "temperature=true"], YARN | {"temperature": True}),
         ("rope", ["--pos=fope"], None),
-        ("fope", [], None),
         ("fope", ["--rope_scaling", "factor=2"], YARN),
         ("fire", [], None),
     ],
 )
-def test_continual_pretraining(data_folder, tmp_path, capsys, pos, flags, scaling):
+def test_continual_pretraining(data_folder, tmp_path, pos, flags, scaling):
     first = run_training(data_folder, tmp_path / "first", f"--pos={pos}")
-    capsys.readouterr()
     second = ["--data", data_folder, "--init_from", first, "--train_len=64", "--tokens=1280"]
     second += ["--batch_size=4", "--eval_tokens=512", "--out", tmp_path / "second", *flags]
     train.main([str(a) for a in second])
-    new_pos = "fope" if "--pos=fope" in flags else pos
-    assert f"--pos {new_pos} " in capsys.readouterr().out
     model, _, _ = load_checkpoint(tmp_path / "second")
     config = model.config
     # what RoPE has learned of its frequencies stays where it is
-    pos_args = {"cap": False} if new_pos != pos else {}
+    new_pos, pos_args = ("fope", {"cap": False}) if "--pos=fope" in flags else (pos, {})
     assert (config.pos, config.pos_args, config.rope_scaling) == (new_pos, pos_args, scaling)
     assert config.train_len == 64 and config.n_embd == 32
     assert model.blocks[0].attn.pos.train_len == (32 if scaling else 64)
     assert config.init_from == str(first) and config.preset == "tiny"
-    start = log(first)[-1]["val_loss"]
     # it did start from trained weights
-    assert log(tmp_path / "second")[0]["val_loss"] < start + 0.5
+    assert log(tmp_path / "second")[0]["val_loss"] < log(first)[-1]["val_loss"] + 0.5
 
 
 def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
