@@ -105,6 +105,17 @@ def read_validation(recipe):
     return tokens
 
 
+def use_of_device(tokens_per_s, model, device):
+    """For the log: tokens/s; MFU, the share of a known card's peak; the most GB of it so far."""
+    use = {"tokens_per_s": round(tokens_per_s)}
+    if device.type == "cuda":
+        if peak := common.peak_flops(torch.cuda.get_device_name(device)):
+            flops = tokens_per_s * model.flops_per_token() / common.world_size()
+            use["mfu"] = round(flops / peak, 4)
+        use["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
+    return use
+
+
 def main(argv=None):
     args, given = parse_args(argv)
     device = common.init_distributed(args.device)
@@ -171,7 +182,7 @@ def train(run, device, stop_at=None):
                 seconds = max(time.monotonic() - last_time, 1e-9)
                 rate = (step - last_step) * tokens_per_step / seconds
                 line = {"step": step, "tokens": step * tokens_per_step, "loss": loss}
-                line |= {"lr": group["lr"], "tokens_per_s": round(rate)}
+                line |= {"lr": group["lr"]} | use_of_device(rate, run.model, device)
                 if validate:
                     val_loss = float(window_loss(run.model, val_tokens, recipe.train_len).mean())
                     line["val_loss"], shown = val_loss, f", val {val_loss:.3f}"

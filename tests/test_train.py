@@ -377,6 +377,16 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
     refuses(train.main, train_argv(data_folder, tmp_path / "x", flags[0], "--pos_args", "f=1"), "f")
 
 
+def test_mfu_is_of_the_card_that_is_there(monkeypatch):
+    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
+    assert train.use_of_device(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        use = train.use_of_device(1000, model, torch.device("cuda"))
+        assert use == {"tokens_per_s": 1000, "mfu": round(989 / 4 / peak, 4), "peak_gb": 3.0}
+
+
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
     before = (checkpoint / "checkpoint.pt").read_bytes()
     argv = train_argv(data_folder, checkpoint)
