@@ -201,7 +201,6 @@ def is_a(value, kind):
     return object in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
 
-
 def keywords_of(function):
     """{name: its annotation} of the keywords that one may set; a class has its bases' too."""
     types, calls = {}, [function]
