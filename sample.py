@@ -45,13 +45,17 @@ def main(argv=None):
 
 def go_on(model, encoding, prompt, args, device):
     """Print the prompt and what the model says next, as if it were the only one."""
+    tokens = encoding.encode_ordinary(prompt)
+    if len(tokens) > 16 * model.config.train_len:
+        print(f"note: {len(tokens):,} tokens are read anew for each that comes", file=sys.stderr)
+
     # a token may end within a character, so bytes are decoded as they come
     decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
     generator = torch.Generator(device).manual_seed(args.seed)
     options = dict(temperature=args.temperature, top_k=args.top_k, generator=generator)
     print(prompt, end="", flush=True)
     with common.autocast(device):
-        idx = torch.tensor([encoding.encode_ordinary(prompt)], device=device)
+        idx = torch.tensor([tokens], device=device)
         for token in model.generate(idx, args.max_new_tokens, **options):
             if token.item() == encoding.eot_token:
                 break
