@@ -31,6 +31,7 @@ import rustbpe
 import common
 import data
 from common import Bar, Refused, positive_int
+from evaluation import share_leaked
 
 # --- where text comes from
 
@@ -372,6 +373,9 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     common.write_json(args.out / "meta.json", meta)  # which says that all is done
     tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
+    if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
+        where = "of the validation text, in pieces of 64 tokens, is in the training text, too"
+        print(f"note: {share:.1%} {where} (a copy, or phrases that recur): its loss will be low")
 
 
 if __name__ == "__main__":

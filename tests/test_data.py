@@ -502,6 +502,18 @@ def test_no_split_is_empty_by_chance(tmp_path, for_val, n):
     assert [split for split, _ in split_documents([source], 0.05, False)] == ["train", "val"] * n
 
 
+def test_validation_text_that_is_training_text_is_named(tmp_path, capsys):
+    """An older copy of one text, whose second half its author has deleted since."""
+    words = np.random.default_rng(0).integers(10**6, size=9000).astype(str)
+    old, new = " ".join(words), " ".join(words[:4500])
+    for copy, leaks in (("old.md", False), ("old.txt", True)):
+        (folder := tmp_path / copy / "x").mkdir(parents=True)
+        (folder / "new.txt").write_text(new)
+        (folder / copy).write_text(old)
+        prepare(tmp_path / copy / "out", "--source", folder, "--tokenizer=byte")
+        assert ("training text, too" in capsys.readouterr().out) == leaks
+
+
 def test_data_is_not_written_into_its_own_source(tmp_path):
     source = write_text(tmp_path / "text")
     for out in (source, source / "data", source / "a" / "b"):
