@@ -139,22 +139,28 @@ def json_records(content, f):
     return value if isinstance(value, list) else [value]
 
 
-# The lines around a book of Project Gutenberg's site; a long title goes on below the first.
-GUTENBERG_START = re.compile(
-    r"(?m)^\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG[^*\n]*(?:\n[^*\n]+){0,2}\*\*\*.*"
-    r"|^\*END.THE SMALL PRINT.*"
-)
-GUTENBERG_END = re.compile(
-    r"(?m)^\*\*\* ?END OF (?:THE|THIS) PROJECT GUTENBERG|^End of (?:the )?Project Gutenberg"
+# A line that begins or ends a book, in some languages. In stars a title may go on below it; without
+# stars it names an e-book, or it may be a sentence. The Small Print is before a book, or after it.
+GUTENBERG_MARK = re.compile(
+    r"(?im)^[^\S\n]*(?:(\*\*+ ?|\*)|(?-i:(?=[A-Z]))(?=.*(?:e-?book|e-?text|berg(?:.s\b|in|\W*$))))"
+    r"(?:the |this is the )?(?:start|beginn?ing|(?P<end>ende?|einde|fine?|fim|slut))\b"
+    r"[^*\n]{0,40}\b(?:Pro\w+ Gutenberg|Etextes)(?(1)(?:[^*\n]*(?:\n[^*\n]+){0,2}\*\*)?).*"
+    r"|^[^\S\n]*\*+ ?(?:START[* ]+THE SMALL PRINT[\s\S]*?\*)?END[ *]*(?:OF )?THE SMALL PRINT.*"
 )
 
 
 def strip_gutenberg(text):
-    """A book of Project Gutenberg's without the site's header and footer; other text as it is."""
-    if not (start := GUTENBERG_START.search(text)):
+    """Project Gutenberg's books without the site's headers and footers; other text as it is."""
+    marks = [*GUTENBERG_MARK.finditer(text)]
+    if not marks:
         return text
-    end = GUTENBERG_END.search(text, start.end())
-    return text[start.end() : end.start() if end else None].strip()
+    at, is_book, books = 0, True, []
+    for mark in marks:
+        if mark["end"] and is_book:
+            books.append(text[at : mark.start()].strip())
+        at, is_book = mark.end(), not mark["end"]
+    books.append(text[at:].strip() if is_book else "")
+    return "\n\n".join(filter(None, books)) or text[: marks[0].start()].strip()
 
 
 def clean(text, path, join_lines):

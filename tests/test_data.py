@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -301,22 +302,38 @@ def test_the_default_tokenizer_depends_on_the_text(tmp_path, monkeypatch):
 
 # --- documents
 
-BOOK = "Chapter I.\n*** not the end ***\nHe read of the end of Project Gutenberg."
+BOOK = "{}\n\nChapter I.\n*** not the end ***\nText.\n\n{}\nlicense"
 
 
-@pytest.mark.parametrize(
-    "start, end",
-    [
-        ("*** START OF THE PROJECT GUTENBERG EBOOK A\nB ***", "*** END OF THE PROJECT GUTENBERG"),
-        ("***START OF THIS PROJECT GUTENBERG EBOOK A***", "***END OF THIS PROJECT GUTENBERG"),
-        ("*** START OF THIS PROJECT GUTENBERG EBOOK ***", "End of Project Gutenberg's A"),
-        ("***START**THE SMALL PRINT!**\n*END THE SMALL PRINT!*", "End of the Project Gutenberg"),
-    ],
-)
+GUTENBERG = [
+    ("*** START OF THIS PROJECT GUTENBERG EBOOK A ***", "*** END OF THIS PROJECT GUTENBERG EBOOK"),
+    ("*** START OF THE PROJECT GUTENBERG EBOOK A\nB ***", "*** END OF THE PROJECT GUTENBERG EBOOK"),
+    ("***START OF THE PROJECT GUTENBERG EBOOK A***", "***END OF THE PROJECT GUTENBERG EBOOK A***"),
+    ("***START**THE SMALL PRINT!**\n*END THE SMALL PRINT!*Ver.04*", "End of Project Gutenberg's A"),
+    ("*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*", "End of the Project Gutenberg EBook of A"),
+    (" ** START OF THE COPYRIGHTED PROJECT GUTENBERG EBOOK *A* **", "Ende dieses Etextes A"),
+    ("\t*** START OF THE PROJECT GUTENBERG EBOOK, A ***", "Ende dieses Projekt Gutenberg Etextes"),
+    ("*START OF THE PROJECT GUTENBERG EBOOK 12*", "Fine dell'EBook del Progetto Gutenberg di A"),
+    ("", "Fin de l'EBook Project Gutenberg de A\n\n*** END OF THE PROJECT GUTENBERG EBOOK A ***"),
+    ("", "Einde van Project Gutenberg\u2019s A, door B"),
+    ("Beginning of this Project Gutenberg Etext of A", "End of this Project Gutenberg Etext of A"),
+    ("***BEGINNING OF THE PROJECT GUTENBERG EBOOK A***", "** FIN DU PROJET GUTENBERG A **"),
+]
+
+
+@pytest.mark.parametrize("start, end", GUTENBERG)
 def test_gutenberg_header_and_footer_are_cut(start, end):
-    whole = f"The Project Gutenberg EBook\n{start}\n\n{BOOK}\n\n{end}\nlicense"
-    assert strip_gutenberg(whole) == BOOK
-    assert strip_gutenberg(f"\n{BOOK}\n") == f"\n{BOOK}\n", "other text is left alone"
+    whole = "The Project Gutenberg EBook\n" * bool(start) + BOOK.format(start, end)
+    assert strip_gutenberg(whole) == "Chapter I.\n*** not the end ***\nText."
+
+
+def test_books_in_one_file_are_all_kept_and_blank_lines_cost_nothing():
+    start, end = GUTENBERG[0]
+    whole = "".join(f"The Project Gutenberg EBook\n{BOOK.format(start, end)}\n" for _ in range(3))
+    assert strip_gutenberg(whole) == "\n\n".join(["Chapter I.\n*** not the end ***\nText."] * 3)
+    before = time.monotonic()
+    strip_gutenberg(start + "\n" * 100_000)
+    assert time.monotonic() - before < 5
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"])
@@ -332,6 +349,15 @@ def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path, name, end):
     (tmp_path / name).write_bytes(text.encode())
     for unwrap, expected in ((True, joined + verse), (False, prose + verse)):
         assert list(split_documents([tmp_path / name], 0.0, unwrap)) == [("train", expected)]
+
+
+def test_other_text_is_left_alone():
+    text = "He read of the end of Project Gutenberg.\nEnd of Project Gutenberg is here.\n"
+    text += "At the\nend of the Project Gutenberg e-book stands a license.\n* Start of Gutenberg\n"
+    assert strip_gutenberg(text) == text
+    # nor is a book lost where the Small Print comes last
+    small_print = "***START**THE SMALL PRINT!**\nlicense\n*END THE SMALL PRINT!*Ver.02*END*\n"
+    assert strip_gutenberg(f"{text}\n{small_print}") == text.strip()
 
 
 TEXTS = ["Ünï, \ufeff\u2028 code\n", "two", "three"]
