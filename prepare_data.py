@@ -126,17 +126,23 @@ def read_documents(path):
         raise Refused(f"{path}, after line {line}: a truncated or damaged gzip ({e})") from None
 
 
+# an integer may be too long for an int, and a string may hold control characters, such as NUL
+JSON = json.JSONDecoder(parse_int=str, strict=False)
+BLANKS = re.compile(r"[\s\0]*")
+
+
 def json_records(content, f):
-    """The objects in a line of JSON or, where a list or an object goes on below it, in the file."""
-    if not content.strip():
-        return []
-    try:
-        value = json.loads(content.decode("utf-8-sig"), strict=False)
-    except json.JSONDecodeError:
-        if not (rest := f.read()):
-            raise
-        value = json.loads((content + rest).decode("utf-8-sig"), strict=False)
-    return value if isinstance(value, list) else [value]
+    """The values in a line of JSON, and if it ends inside one, in all the rest of the file f."""
+    text, at = content.decode("utf-8-sig"), 0
+    while (at := BLANKS.match(text, at).end()) < len(text):
+        try:
+            value, at = JSON.raw_decode(text, at)
+        except json.JSONDecodeError:
+            if not (rest := f.read()):
+                raise
+            text = (content + rest).decode("utf-8-sig")
+        else:
+            yield from value if isinstance(value, list) else [value]
 
 
 # A line that begins or ends a book, in some languages. In stars a title may go on below it; without

@@ -362,29 +362,35 @@ def test_other_text_is_left_alone():
 
 TEXTS = ["Ünï, \ufeff\u2028 code\n", "two", "three"]
 OBJECTS = [json.dumps({"n": i, "text": text}) for i, text in enumerate(TEXTS)]
+PRINTED = [json.dumps({"text": text, "n": [1, {}]}, indent=2) for text in TEXTS]
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "\n".join(OBJECTS),
-        " \r\n\n" + "\n\n".join(OBJECTS) + "\n\n",
+        "\n \r\n" + "\n\n".join(OBJECTS) + "\n\n",
+        " ".join(OBJECTS),
+        "\n".join(PRINTED),
+        f"{OBJECTS[0]}\n{PRINTED[1]}\n{OBJECTS[2]}",
         "[" + ",".join(OBJECTS) + "]",
-        json.dumps([{"text": text, "n": [1, {}]} for text in TEXTS], indent=2),
+        "[\n" + ",\n".join(OBJECTS) + "\n]",
+        "\n[\n" + ",\n".join(PRINTED) + "\n]\n",
+        "\n".join(OBJECTS).replace('"n": 0', '"n": ' + "9" * 10_000),
     ],
-    ids=range(4),
+    ids=range(9),
 )
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("name", ["a.json", "A.JSON.GZ"])
-def test_json_of_any_shape_is_read(tmp_path, name, text):
-    """A list or an object a line; with the byte order mark that Windows writes."""
-    content = text.encode("utf-8-sig" if text[0] in "[{" else "utf-8")
+def test_json_of_any_shape_is_read(tmp_path, name, bom, text):
+    content = bom + text.encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     assert list(read_documents(tmp_path / name)) == TEXTS
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
-    (tmp_path / "a.json").write_text('{"text": "\\ud83d\\ude00 \\ud800 half\\udc00\t"}')
-    assert list(read_documents(tmp_path / "a.json")) == ["\U0001f600 \ufffd half\ufffd\t"]
+    (tmp_path / "a.json").write_text('{"text": "\\ud83d\\ude00 \\ud800 half\\udc00\0\t"}\n\0\0')
+    assert list(read_documents(tmp_path / "a.json")) == ["\U0001f600 \ufffd half\ufffd\0\t"]
 
 
 def test_a_folder_is_searched_but_for_what_is_hidden(tmp_path, capsys):
