@@ -180,7 +180,8 @@ def clean(text, path, join_lines):
         text = strip_gutenberg(text)
     if join_lines:
         text = re.sub(r"(?m)^(\S.{49,})\n(?=\S)", r"\1 ", text)
-    return text
+    # a million blanks in a row overflow the stack of the tokenizers' pattern
+    return re.sub(r"(\s{1000})\s+", r"\1", text)
 
 
 # --- training and validation
@@ -318,6 +319,8 @@ def parse_args(argv):
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
+    if "" in args.source or args.out == Path():  # "$FOLDER", which is not set
+        raise Refused("--source and --out must have a name")
     if not 0 <= args.val_frac <= 1:
         raise Refused("--val_frac must be at least 0 and at most 1")
     within = {args.out.resolve(), *args.out.resolve().parents}
@@ -334,7 +337,8 @@ def main(argv=None):
     if not tokenizer:
         is_small = sum(path.stat().st_size for path in files) < 1_000_000
         tokenizer = "gpt2" if name in HUB else "byte" if is_small else "bpe:2048"
-        print(f"tokenizer {tokenizer}, as suits this much text; --tokenizer names another")
+        size = "a lot of" if name in HUB else "less than 1 MB of" if is_small else "1 MB or more of"
+        print(f"tokenizer {tokenizer}, for {size} text; --tokenizer names another")
     settings = vars(args) | {"tokenizer": tokenizer}
     del settings["out"]
     if name not in ("sotu", *HUB):
@@ -366,9 +370,12 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
         for files, val_frac in sources:
             yield from split_documents(files, val_frac, args.unwrap)
 
-    ranks = args.out / "tokenizer.tiktoken"
-    if (args.out / "config.json").exists():
-        raise Refused(f"{args.out} has a config.json, of a training run; choose another --out")
+    progress, ranks = args.out / "progress.json", args.out / "tokenizer.tiktoken"
+    for found in (*args.out.glob("*.bin"), *args.out.glob("config.json")):
+        if not progress.exists():  # published shards, a training run
+            raise Refused(f"{found} was not prepared here; choose another --out")
+        found.unlink()
+    common.write_json(progress, meta)  # says whose the shards are
     if tokenizer_folder and tokenizer.startswith("bpe:"):
         content = (tokenizer_folder / ranks.name).read_bytes()
         common.write_atomically(ranks, lambda f: f.write(content))
@@ -382,7 +389,8 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     meta["shards"], total = write_shards(args, documents(), encoding)
     if not meta["shards"]:
         raise Refused(f"there is no text in {' '.join(args.source)}")
-    common.write_json(args.out / "meta.json", meta)  # which says that all is done
+    common.write_json(progress, meta)
+    progress.rename(args.out / "meta.json")  # which says that all is done
     tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
     if all(total.values()) and (share := share_leaked(args.out)) > 0.01:

@@ -149,12 +149,14 @@ def test_finished_data_is_not_made_again_and_not_overwritten(tmp_path, capsys):
     assert content(out) == before
 
 
-def test_a_training_run_stays_as_it_is(tmp_path):
+@pytest.mark.parametrize("name", ["train_000000.bin", "config.json"])
+def test_what_others_have_written_stays(tmp_path, name):
+    """Published shards, or a training run."""
     (out := tmp_path / "out").mkdir()
-    (out / "config.json").write_bytes(b"mine")
+    (out / name).write_bytes(b"mine")
     argv = ["--source", write_text(tmp_path / "text"), "--tokenizer=bpe:300", "--out", out]
-    refuses(prepare_data.main, argv, "out")
-    assert content(out) == {"config.json": b"mine"}
+    refuses(prepare_data.main, argv, name)
+    assert content(out) == {name: b"mine"}
 
 
 def test_one_vocabulary_serves_several_folders(data_folder, tmp_path):
@@ -445,6 +447,7 @@ def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
     [
         (["--source", "EMPTY.txt"], "EMPTY.txt"),
         (["--source", "nowhere"], "nowhere"),
+        (["--source", ""], "--source"),
         (["--source", "c4", "a.txt"], "c4"),
         (["--source", "picture.png"], "picture.png"),
         (["--source", "a.txt", "--tokenizer", "bert"], "bert"),
@@ -559,3 +562,9 @@ def test_two_commands_do_not_prepare_one_folder(tmp_path):
         refuses(prepare_data.main, [*argv, tmp_path / "out"], "another command is writing to")
     assert not list((tmp_path / "out").iterdir())
     prepare(tmp_path / "out", *argv[:-1])
+
+
+def test_a_million_blanks_do_not_overflow_the_tokenizers_training(tmp_path):
+    (tmp_path / "a.txt").write_text("some words " * 1000 + " " * 1_000_000 + "more words " * 1000)
+    out = prepare(tmp_path / "out", "--source", tmp_path / "a.txt", "--tokenizer=bpe:262")
+    assert len(TokenData(out, "train")) > 1000
