@@ -35,6 +35,8 @@ def one_sentence_errors(main):
     """main, but what a user can mend ends in one sentence."""
 
     def wrapped(*args, **kwargs):
+        if sys.stderr is None:  # closed; a file of ours may not take its number
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         try:
             main(*args, **kwargs)
             print(end="", flush=True)
@@ -146,7 +148,8 @@ def write_atomically(path, write):
             os.fsync(f.fileno())  # or a power cut could leave the new name without its content
         os.replace(temporary, path)
     except BaseException as e:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this, too
+            temporary.unlink(missing_ok=True)
         disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own
         if isinstance(disk, OSError):
             raise Refused(f"{path} could not be written ({disk.strerror or disk})") from None

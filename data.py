@@ -28,9 +28,10 @@ BPE_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 def load_tokenizer(name, folder):
     """
     The tiktoken.Encoding of a tokenizer name; folder is where bpe:N has its tokenizer.tiktoken.
-    The name may go on with digits of that file's sha256, as in TokenData.tokenizer_id.
+    The name may go on with the first digits of that file's sha256, as in TokenData.tokenizer_id:
+    then another file is refused.
     """
-    name = name.split(" ")[0]
+    name, _, sha256 = name.partition(" ")
     if name == "gpt2":
         try:
             return tiktoken.get_encoding("gpt2")
@@ -41,6 +42,8 @@ def load_tokenizer(name, folder):
         ranks, pattern = {bytes([i]): i for i in range(256)}, r"[\s\S]{1,64}"
     else:
         path, pattern = Path(folder) / "tokenizer.tiktoken", BPE_PATTERN
+        if not common.file_sha256(path).startswith(sha256):
+            raise Refused(f"{path} is not the file that the tokens were made with")
         lines = map(bytes.split, path.read_bytes().splitlines())
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
     special = {EOT: len(ranks)}
@@ -82,6 +85,8 @@ class TokenData:
         if not names:
             raise Refused(f"{folder} has no {split} text; prepare_data.py makes it (--val_frac)")
         self.tokenizer_id = tokenizer_id(self.meta)
+        if self.tokenizer_id.startswith("bpe:"):
+            self.tokenizer()  # now: what is trained without its tokenizer cannot be read later
         self.shards = [read_shard(self.folder / name) for name in names]
         self.starts = np.cumsum([0] + [len(s) for s in self.shards]).tolist()
 

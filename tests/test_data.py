@@ -498,6 +498,7 @@ SHARD = "train_000000.bin"
         lambda d: (d / SHARD).write_bytes(b"abc"),
         lambda d: (d / SHARD).unlink(),
         lambda d: (d / "meta.json").write_text("{"),
+        lambda d: (d / "tokenizer.tiktoken").unlink(),
     ],
 )
 def test_damaged_data_is_refused_with_a_sentence(data_folder, tmp_path, harm):
