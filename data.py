@@ -95,8 +95,6 @@ class TokenData:
 
     def read(self, start, n):
         """Tokens start .. start + n - 1 as int64, across shards."""
-        if start < 0 or start + n > len(self):
-            raise IndexError(f"tokens {start} to {start + n} of {len(self)}")
         tokens, done, i = np.empty(n, dtype=np.int64), 0, bisect(self.starts, start) - 1
         while done < n:
             part = self.shards[i][start + done - self.starts[i] :][: n - done]
@@ -151,8 +149,7 @@ class Passkey:
         return f"The pass key is {key}. Remember it. {key} is the pass key.", f" {key}"
 
     def filler(self, n):
-        repeats = max(0, n - len(self.filler_first)) // len(self.filler_next) + 1
-        return (self.filler_first + self.filler_next * repeats)[:n]
+        return (self.filler_first + self.filler_next * (n // len(self.filler_next) + 1))[:n]
 
     def sample(self, length, rng):
         """
@@ -225,21 +222,20 @@ class Batches:
             # refused here, and not in the middle of training, if the prompt does not fit
             self.task.sample(int(self.task.shortest * self.train_len), np.random.default_rng(0))
 
-    def window(self, i):
-        """The i-th window of text: train_len + 1 tokens, the last one the target of the others."""
-        epoch, position = divmod(i, self.n_windows)
+    def sequence(self, i):
+        """
+        The i-th sequence, train_len + 1 tokens, the last one the target of the others: a window of
+        text, or a document of the task.
+        """
+        before = math.floor(i * self.task_share)  # documents of the task among the i sequences
+        if math.floor((i + 1) * self.task_share) > before:
+            rng = np.random.default_rng((self.seed, 1, before))
+            return self.task.document(self.train_len, rng, self.data.meta["eot"])
+        epoch, position = divmod(i - before, self.n_windows)
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, 0, epoch))
             self.epoch, self.order = epoch, rng.permutation(self.n_windows)
         return self.data.read(int(self.order[position]) * self.train_len, self.train_len + 1)
-
-    def sequence(self, i):
-        """The i-th sequence, train_len + 1 tokens: a window, or a document of the task."""
-        before = math.floor(i * self.task_share)  # documents of the task among the i sequences
-        if math.floor((i + 1) * self.task_share) == before:
-            return self.window(i - before)
-        rng = np.random.default_rng((self.seed, 1, before))
-        return self.task.document(self.train_len, rng, self.data.meta["eot"])
 
     def batch(self, step, device):
         """This process's share of a step: (batch_size / world_size, train_len + 1) int64."""

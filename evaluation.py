@@ -55,10 +55,8 @@ def hash_windows(tokens, n):
 
 def bytes_of_tokens(encoding):
     """The length in bytes of each token: (n_vocab,) int64. The end of text has none."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    for token_bytes, token in encoding._mergeable_ranks.items():
-        lengths[token] = len(token_bytes)
-    return lengths
+    tokens = map(encoding.decode_single_token_bytes, range(encoding.eot_token))  # it is the last
+    return np.array([*map(len, tokens), 0])
 
 
 def text_row(model, tokens, length, token_bytes, show=False):

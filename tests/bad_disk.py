@@ -1,19 +1,18 @@
 """
-The scripts on a disk that takes its time, and on one where the power fails in the middle of a
-write: for test_robust.py.
+train.py on a disk that takes its time, and on one where the power fails in the middle of a write:
+for test_robust.py.
 """
 
 import os
 import signal
 import time
 
-import prepare_data
-import train
+from train import main
 
 SECONDS = 0.02  # per write, so that a run is not over before it can be killed from outside
 
 
-def run(main, argv, last_write=None):
+def train(argv, last_write):
     """
     main(argv), killed in its write number last_write (from 1), when half of that file is there;
     None: not killed.
@@ -30,11 +29,3 @@ def run(main, argv, last_write=None):
 
     os.fsync = fsync
     main(argv)
-
-
-def run_train(*args):
-    run(train.main, *args)
-
-
-def run_prepare_data(*args):
-    run(prepare_data.main, *args)

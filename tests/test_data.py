@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import common
 import prepare_data
-from common import Refused
 from data import Batches, Passkey, TokenData, load_tokenizer, read_shard
 from evaluation import bytes_of_tokens
 from prepare_data import (
@@ -113,7 +112,7 @@ def test_a_repeated_document_is_in_one_split_only(tmp_path):
     assert not train & val and len(train) > 30 and len(val) > 10
 
 
-@pytest.mark.parametrize("n_writes", [0, 1, 2, 3, 4, 9, 10, 11])
+@pytest.mark.parametrize("n_writes", [0, 1, 4, 9])
 def test_a_run_that_was_cut_off_comes_to_the_same_bytes(tmp_path, n_writes, monkeypatch):
     text = write_text(tmp_path / "text")
     argv = ["--source", text, "--tokenizer=bpe:400", "--val_frac=0.3", "--shard_tokens=2000"]
@@ -259,12 +258,11 @@ def test_bpe_has_one_token_a_digit_and_loses_nothing(data_folder):
         assert len(with_digit) == sum(c.isdigit() for c in text)
 
 
-def test_a_name_says_how_many_tokens_there_are(data_folder):
-    for name in ("byte", "bpe:512"):
+def test_a_name_says_how_many_tokens_there_are():
+    for name in ("byte", "bpe:258", "bpe:65536"):
         check_tokenizer(name)
-    for name in ("bert", "bpe:257", "bpe:65537", "bpe:0512", "bpe:512 "):
-        with pytest.raises(Refused, match="tokenizer"):
-            check_tokenizer(name)
+    for name in ("bpe:257", "bpe:65537"):
+        refuses(lambda argv: check_tokenizer(*argv), [name], name)
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe:512"])
@@ -417,15 +415,11 @@ LINES = b'{"text": "one"}\n' * 3
     "name, content, line",
     [
         ("a.json.gz", gzip.compress(LINES * 1000, mtime=0)[:-20], "line"),
-        ("a.json.gz", b"not gzip at all", "gzip"),
         ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], "gzip"),
         ("a.jsonl", LINES + b"{oops\n" + LINES, "line 4"),
         ("a.jsonl", LINES + b'{"url": "x"}\n', "line 4"),
-        ("a.jsonl", LINES + b"[1, 2]\n", "line 4"),
-        ("a.jsonl", LINES + b'{"text": "\xff"}\n', "line 4"),
         ("a.json", b'[\n{"text": "one"},\n{"text": "two"\n]', "line 4"),
         ("a.txt", b"fine\nfine\nl\xe4tin\n", "line 3"),
-        ("a.txt", "16".encode("utf-16"), "line 1"),
     ],
 )
 def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, line):
@@ -452,18 +446,14 @@ def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
     "argv, word",
     [
         (["--source", "EMPTY.txt"], "EMPTY.txt"),
-        (["--source", "FOLDER"], "FOLDER"),
         (["--source", "nowhere"], "nowhere"),
         (["--source", ""], "--source"),
         (["--source", "c4", "a.txt"], "c4"),
         (["--source", "picture.png"], "picture.png"),
         (["--source", "a.txt", "--tokenizer", "bert"], "bert"),
-        (["--source", "a.txt", "--tokenizer", "FOLDER"], "FOLDER"),
-        (["--source", "a.txt", "--tokenizer", "bpe:99"], "bpe:99"),
         (["--source", "a.txt", "--tokenizer", "bpe:5000"], "5000"),
         (["--source", "a.txt", "--val_frac", "2"], "--val_frac"),
         (["--source", "a.txt", "--max_tokens", "1e6"], "--max_tokens"),
-        (["--source", "c4", "--shards", "1-"], "--shards"),
         (["--source", "c4", "--shards", "3-1"], "--shards"),
         (["--source", "c4", "--shards", "0-9999999999"], "--shards"),
         (["--source", "a.txt", "--val", "0.1"], "--val"),
@@ -471,7 +461,6 @@ def test_a_local_folder_may_have_the_name_of_a_data_set(tmp_path, monkeypatch):
 )
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path, monkeypatch, argv, word):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "FOLDER").mkdir()
     (tmp_path / "EMPTY.txt").write_text(" \n")
     (tmp_path / "a.txt").write_text("some text " * 50)
     (tmp_path / "picture.png").write_bytes(b"x")
@@ -539,7 +528,7 @@ def test_of_a_few_text_files_the_end_of_each_is_for_validation(tmp_path):
     assert np.sum(read_all(TokenData(both, "val")) == 256) == 2
 
 
-@pytest.mark.parametrize("n", [1, 2, 10, 27])
+@pytest.mark.parametrize("n", [1, 27])
 @pytest.mark.parametrize("for_val", [False, True])
 def test_no_split_is_empty_by_chance(tmp_path, for_val, n):
     """Nor where all or none of 27 are for validation by their hash."""

