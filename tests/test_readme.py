@@ -13,7 +13,6 @@ import pytest
 from conftest import ROOT
 
 from paper import results, tables
-from paper.figures import PRIMARY
 
 README, REPORT, ARGUMENTS = "README.md", "results/README.md", "results/mechanism/README.md"
 COURSE = "assignments/README.md"
@@ -21,8 +20,6 @@ TEXTS = [README, REPORT, ARGUMENTS, COURSE]
 LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
 FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
 FLOOR_1024 = "FoPE, floor of 1024 alone"
-NAMED = [("RoPE, theta 94", "FoPE", 512), ("RoPE, theta 94", "FoPE", 8192)]
-NAMED += [(FLOOR_1024, FLOOR, 8192), ("FoPE, sigma 1.2", FLOOR, 8192)]
 PUT_BACK = ("slow, wrapped", "fast, wrapped", "slow, held", "fast, held")
 
 
@@ -62,11 +59,14 @@ def rise(figure, label, name="perplexity", digits=1):
     return f"{near:.{digits}f}", f"{far:.{digits}f}"
 
 
-def named(by_kind, label, to, length):
-    """Differences of the loss, of the seeds for which they were named."""
-    text, seeds = by_kind["perplexity"], PRIMARY["primary_enough"][0]
-    rows = [row for row in text[label] if results.seed_of(row) in seeds]
-    return results.paired_differences(rows, text[to], "loss", [length])[:, 0]
+def differences(name):
+    """Of comparisons named beforehand: how large each is, and whether it is decided."""
+    rows = json.loads(read(f"results/{name}.json"))
+    places = {"loss": (1, 3 if name == "primary_enough" else 2)}
+    for row in rows:
+        factor, digits = places.get(row["measure"], (100, 0))
+        numbers = (abs(factor * row[key]) for key in ("mean", "half_interval"))
+        yield " ± ".join(f"{number:.{digits}f}" for number in numbers), row["p_holm"] < 0.05
 
 
 def percent(shares):
@@ -159,15 +159,16 @@ def sentences():
     less, higher = (100 * np.array(shares[label]) for label in ("RoPE, theta 94", FLOOR_1024))
     yield README, "completes all turns", percent(less), "at 60M", *gone[0]
     yield REPORT, "theta 94 removes", percent(less), "copy", f"{learned:.0%}"
-    gaps = [named(every, *pair) for pair in NAMED]
-    yield REPORT, "completes a cycle", plus(-gaps[0], 3), "at 512", plus(-gaps[1], 3), plus(less)
-    yield REPORT, "half a cycle", plus(gaps[2], 2), "8192", plus(higher)
-    yield REPORT, "sigma 1.2", plus(-gaps[3], 2), "below the floor alone"
-    assert (gaps[0] < 0).all() and (gaps[2] > 0).all() and {*map(len, gaps)} == {8}
-    of_three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
-    for name, words in (("token_accuracy", "digits at 2048"), ("accuracy", "whole keys")):
-        found_by = (results.seed_stats(rs, name, [2048])[1][0] for rs in of_three)
-        yield REPORT, words, *(f"{100 * share:.0f}" for share in found_by)
+    (near, far, higher_floor, louder, of_keys, of_floor), decided = zip(
+        *differences("primary_enough"), strict=True
+    )
+    assert decided == (True, True, True, False, True, False)
+    yield REPORT, "completes a cycle", near, "at 512", far, "at 8192", plus(less)
+    yield REPORT, "half a cycle", higher_floor, "8192", plus(higher)
+    yield REPORT, "sigma 1.2", louder, "below the floor alone"
+    three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
+    found_by = (results.seed_stats(rs, "token_accuracy", [2048])[1][0] for rs in three)
+    yield REPORT, "digits at 2048", *(f"{100 * share:.0f}" for share in found_by), of_keys, of_floor
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
     yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm)
     yield REPORT, "At 512 it starts", f"{price:.2f} nats"
@@ -177,14 +178,10 @@ def sentences():
     yield COURSE, "RoPE", *parts[0], "floor", *parts[1], "series", *parts[2], "both", *parts[3]
 
     # what was named beforehand
-    rows, decided = json.loads(read("results/primary.json")), []
-    for row in (row for row in rows if row["p_holm"] < 0.05):
-        factor, places = (1, 2) if row["measure"] == "loss" else (100, 0)
-        numbers = (abs(factor * row[key]) for key in ("mean", "half_interval"))
-        decided += [" ± ".join(f"{number:.{places}f}" for number in numbers)]
-    assert len(decided) == 6
-    for said in decided:
-        yield REPORT, said
+    said = [number for number, is_decided in differences("primary") if is_decided]
+    assert len(said) == 6
+    for number in said:
+        yield REPORT, number
 
     # text
     pieces, each = rise("figure1", "RoPE", digits=2, name="loss")[0], removed("FoPE")
@@ -194,8 +191,7 @@ def sentences():
     yield REPORT, "NoPE", nope[0], "FIRE", *fire
     more = each - removed(FLOOR)
     yield REPORT, "floor alone", plus(removed(FLOOR)), plus(each), "adds", plus(more)
-    near = [plus(removed(SERIES, to=to)) for to in (2048, 4096)]
-    yield REPORT, "series alone", plus(removed(SERIES)), "2048 and 4096", *near
+    yield REPORT, "series alone removes", plus(removed(SERIES))
     yield REPORT, "QK-norm", plus(removed("RoPE" + NORM)), "in both", plus(with_norm)
     for figure, sign, words in (("figure4_quarter", -1, "nats ahead"), ("figure4", 1, "behind")):
         gap = values(figure, "RoPE to FoPE") - values(figure, "RoPE to RoPE + YaRN x16")
@@ -207,11 +203,10 @@ def sentences():
     at_4096 = 100 * values("figure1", "FoPE", "accuracy", [4096], "passkey").ravel()
     yield REPORT, "at 4096 it finds from", span(at_4096)
     some = keys("anywhere", "FoPE", "token_accuracy")
-    yield REPORT, "FoPE finds", *keys("anywhere", "FoPE")[1:], *some[3:], "digits"
-    yield REPORT, "RoPE finds", keys("anywhere", "RoPE")[1], "at 1024"
+    anywhere = keys("anywhere", "FoPE")
+    yield REPORT, "FoPE finds", anywhere[2], "2048", anywhere[4], "8192", some[4], "of the digits"
     yield REPORT, "floor alone finds", *digits[FLOOR], "FoPE", *digits["FoPE"]
     yield REPORT, "series alone finds", *digits[SERIES], "RoPE", *digits["RoPE"]
-    yield REPORT, "FoPE finds", *digits["FoPE" + NORM], "RoPE", *digits["RoPE" + NORM]
     how = ("token_accuracy", LENGTHS[1:], "passkey")
     hidden = results.half_interval(values("parts", FLOOR, *how) - values("parts", "FoPE", *how))
     yield REPORT, "one of", span(100 * hidden), "points could hide"
