@@ -159,16 +159,19 @@ def sentences():
     less, higher = (100 * np.array(shares[label]) for label in ("RoPE, theta 94", FLOOR_1024))
     yield README, "completes all turns", percent(less), "at 60M", *gone[0]
     yield REPORT, "theta 94 removes", percent(less), "copy", f"{learned:.0%}"
-    (near, far, higher_floor, louder, of_keys, of_floor), decided = zip(
+    (at_1x, at_16x, higher_floor, louder, of_keys, of_floor), decided = zip(
         *differences("primary_enough"), strict=True
     )
     assert decided == (True, True, True, False, True, False)
-    yield REPORT, "completes a cycle", near, "at 512", far, "at 8192", plus(less)
+    yield REPORT, "completes a cycle", at_1x, "at 512", at_16x, plus(less)
     yield REPORT, "half a cycle", higher_floor, "8192", plus(higher)
     yield REPORT, "sigma 1.2", louder, "below the floor alone"
     three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
     found_by = (results.seed_stats(rs, "token_accuracy", [2048])[1][0] for rs in three)
     yield REPORT, "digits at 2048", *(f"{100 * share:.0f}" for share in found_by), of_keys, of_floor
+    all_copied = [row for row in three[2] if row["lengths"][512]["accuracy"] == 1]
+    (share,) = (row["lengths"][2048]["token_accuracy"] for row in all_copied)
+    yield REPORT, "one seed of theta 94 that copies all keys", f"{share:.0%}"
     losses = (f"{np.diff(values('figure1', pos)).mean():.2f}" for pos in RIVALS)
     yield REPORT, "RoPE's loss", *losses, whole, "QK-norm", percent(with_norm)
     yield REPORT, "At 512 it starts", f"{price:.2f} nats"
