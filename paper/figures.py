@@ -214,9 +214,12 @@ LADDER = (
 )
 # Theta 94 learns to copy few keys, RoPE and FoPE nearly all. Said before it ran: if copying needs
 # pairs that stand still, it copies 95 % at 512 with the 5 of its 32 pairs stopped that are slowest.
-STILL = dict(pos="fope", pos_args=dict(sigma=0, floor=256, cap=False))
-STILL = Model("fope_cycles1", cycles(1, 94).changes | STILL, "RoPE, theta 94, 5 pairs stopped")
-STILL = replace(STILL, kinds=("passkey_anywhere",))
+STILL = Model(
+    "fope_cycles1",
+    cycles(1, 94).changes | dict(pos="fope", pos_args=dict(sigma=0, floor=256, cap=False)),
+    "RoPE, theta 94, 5 pairs stopped",
+    kinds=("passkey_anywhere",),
+)
 ENOUGH = (cycles(1, 94), *KEYS_ALONE, STILL, *(replace(m, kinds=("text",)) for m in LADDER))
 
 BOOKS = dict(trained_on="books", corpora=("books", "c4"))
