@@ -31,7 +31,6 @@ import rustbpe
 import common
 import data
 from common import Bar, Refused, positive_int
-from evaluation import share_leaked
 
 # --- where text comes from
 
@@ -300,6 +299,34 @@ def write_shards(args, documents, encoding):
     for split in filter(waiting.get, waiting):
         flush(split)
     return shards, total
+
+
+# --- training text that is in validation, too
+
+
+def share_leaked(out, n=64):
+    """Of 1,000 validation windows of n tokens, drawn at random, the share that is in training."""
+    train, val = (data.TokenData(out, split) for split in ("train", "val"))
+    if len(val) < n:
+        return 0.0
+    starts = np.random.default_rng(0).integers(len(val) - n + 1, size=1000).tolist()
+    drawn = np.concatenate([hash_windows(val.read(start, n), n) for start in starts])
+    leaked, near = np.zeros(len(drawn), dtype=bool), np.zeros(2**16, dtype=bool)
+    near[drawn >> 48] = True  # so that few are compared
+    for shard in train.shards:
+        for start in range(0, len(shard), 2**18):
+            found = hash_windows(shard[start : start + 2**18 + n - 1], n)
+            leaked |= np.isin(drawn, found[near[found >> 48]])
+    return leaked.mean()
+
+
+def hash_windows(tokens, n):
+    """A hash of every window of n tokens, a power of two: of halves, and these of their halves."""
+    hashes, width = tokens.astype(np.uint64), 1
+    while width < n:
+        hashes = hashes[:-width] * np.uint64(0x9E3779B97F4A7C15 + 2 * width) + hashes[width:]
+        width *= 2
+    return hashes
 
 
 # --- the command
