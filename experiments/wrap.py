@@ -11,7 +11,7 @@ So the same weights read the same text, but for some pairs a key that is d >= tr
 turned as if it stood where training had keys:
 
     wrapped    at the distance train_len/2 + (d - train_len/2) mod train_len/2
-    held       at the distance train_len - 1
+    held       at the distance train_len - 1; "held 2x": at twice train_len, less 1
     recent     at the distance (d mod train_len/2), as if it were one of the last keys
 
 "none" changes nothing, "near" hides all such keys. The damage is none minus near. Look at: the
@@ -20,7 +20,9 @@ share of it that goes when the slow pairs alone, the fast ones alone, or both ar
 Said beforehand: new angles of slow pairs are not the cause if putting them back removes no more of
 the damage than putting back the fast pairs, or if a model without slow pairs (theta 94, FoPE) gains
 as much as RoPE does. "recent" came later: it has no new angles either, so it should take most of
-the damage away, too. If it does not, slow pairs must score far keys as far.
+the damage away, too. If it does not, slow pairs must score far keys as far. Last came other places
+to hold at: if new angles are what hurts, slow pairs held at 1.5, 2 and 3 times train_len take away
+less than half of what they do at 0.5 and 0.75, the fast ones about the same at each.
 """
 
 import math
@@ -49,6 +51,8 @@ CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
 USUAL = list(CONDITIONS)
 CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
+HELD = {"held": 1} | {f"held {m}x": m for m in (0.5, 0.75, 1.5, 2, 3)}  # at so many train_len
+CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in HELD for p in ("slow", "fast")}
 
 
 class PutBack(PositionEmbedding):
@@ -76,8 +80,8 @@ class PutBack(PositionEmbedding):
         for pairs, dims in self.dims.items():
             turned_q = self.turned(q, t, dims)
             part = turned_q @ self.turned(k, t, dims).mT
-            if pairs in self.put_back and self.how == "held":
-                last, first = torch.full_like(t, N - 1), torch.zeros_like(t)
+            if pairs in self.put_back and self.how in HELD:
+                last, first = torch.full_like(t, int(HELD[self.how] * N) - 1), torch.zeros_like(t)
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
             elif pairs in self.put_back:
