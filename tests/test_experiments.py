@@ -178,7 +178,7 @@ def test_attention_rows_of_a_model_that_only_knows_distance():
     assert 0.5 < rows[1][0] < 0.9999
 
 
-@pytest.mark.parametrize("how", ["wrapped", "held", "recent"])
+@pytest.mark.parametrize("how", ["wrapped", "held", "held 2x", "recent"])
 @pytest.mark.parametrize("put_back", [(), ("slow",), ("fast",), ("slow", "fast")])
 def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     """Each pair alone, as a complex number: q times conjugate k, turned by w times the distance."""
@@ -188,7 +188,8 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     scores = wrap.PutBack(pos, how, put_back).scores(q, k)[0, 0].double()
     distance = torch.arange(T)[:, None] - torch.arange(T)
     seen = {"wrapped": N // 2 + distance % (N // 2), "recent": distance % (N // 2)}
-    seen = torch.where(distance >= N, seen.get(how, distance.clamp(max=N - 1)), distance)
+    seen |= {"held": torch.tensor(N - 1), "held 2x": torch.tensor(2 * N - 1)}
+    seen = torch.where(distance >= N, seen[how], distance)
     expected = torch.zeros(T, T, dtype=torch.float64)
     for m, w in enumerate(pos.freqs.tolist()):
         a, b = (torch.complex(x[0, 0, :, m], x[0, 0, :, m + 4]) for x in (q, k))
