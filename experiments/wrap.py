@@ -2,6 +2,7 @@ r"""
 Why does a longer text break RoPE? Take the cause away, without training: the loss comes back.
 
     python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
+    python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held --conditions places
     python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
         --name others --conditions none near "both, wrapped"
 
@@ -51,8 +52,10 @@ CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
 USUAL = list(CONDITIONS)
 CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
-HELD = {"held": 1} | {f"held {m}x": m for m in (0.5, 0.75, 1.5, 2, 3)}  # at so many train_len
-CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in HELD for p in ("slow", "fast")}
+HELD = {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}  # at so many train_len, less 1
+HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 3x": 3}
+PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
+CONDITIONS |= PLACES
 
 
 class PutBack(PositionEmbedding):
@@ -156,6 +159,25 @@ def draw(rows, train_len):
     return fig
 
 
+def draw_places(rows, train_len):
+    """The share of the damage that goes, by the distance that far keys are held at."""
+    fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    places = [m * train_len for m in HELD.values()]
+    for pairs, color in (("slow", RED), ("fast", BROWN)):
+        shares = [[100 * row["removed"][f"{pairs}, {how}"] for how in HELD] for row in rows]
+        ax.plot(places, np.mean(shares, axis=0), color=color, label=f"{pairs} pairs")
+        ax.plot(places, np.transpose(shares), "o", color=color, ms=3.5)
+    ax.axvline(train_len, color="black", lw=0.8, ls=":")
+    ax.axhline(0, color=GREY, lw=0.8)
+    ax.set_xscale("log")
+    ax.set_xticks(places, [f"{place:.0f}" for place in places])
+    ax.minorticks_off()
+    title = "Slow pairs do no damage at old angles, but do at new ones"
+    where = "distance at which far keys are held; right of the dots: new angles of slow pairs"
+    tidy(ax, where, "% of the damage that goes (dots: each seed)", title)
+    return fig
+
+
 def main(argv=None):
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -164,9 +186,11 @@ def main(argv=None):
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
     add_device_flag(parser)
-    few = dict(choices=CONDITIONS, default=USUAL, help="none and near among them")
+    few = dict(choices=[*CONDITIONS, "places"], default=USUAL, help="none and near among them")
     add("--conditions", nargs="+", **few)
     args = parser.parse_args(argv)
+    if args.conditions == ["places"]:
+        args.conditions = ["none", "near", *PLACES]
     device = init_distributed(args.device)
     how = args.length, args.windows, args.conditions, device
     rows = [measure(run, *how) for run in args.runs]
@@ -174,7 +198,9 @@ def main(argv=None):
     numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
     first = [row for row in rows if row["name"] == rows[0]["name"]]
     file = "_".join(filter(None, ("wrap", args.name)))
-    fig = draw(first, train_len) if args.conditions == USUAL else None
+    draws = {tuple(USUAL): draw, ("none", "near", *PLACES): draw_places}
+    how = draws.get(tuple(args.conditions))
+    fig = how(first, train_len) if how else None
     save(numbers | {"runs": rows}, args.out, file, fig, device)
 
 
