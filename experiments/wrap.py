@@ -172,8 +172,8 @@ def draw_places(rows, train_len):
     ax.set_xscale("log")
     ax.set_xticks(places, [f"{place:.0f}" for place in places])
     ax.minorticks_off()
-    title = "Slow pairs do no damage at old angles, but do at new ones"
-    where = "distance at which far keys are held; right of the dots: new angles of slow pairs"
+    title = "Held at old angles slow pairs do next to no damage, at new ones all of it"
+    where = "distance that far keys are held at; past the dotted line slow pairs show new angles"
     tidy(ax, where, "% of the damage that goes (dots: each seed)", title)
     return fig
 

@@ -20,7 +20,7 @@ TEXTS = [README, REPORT, ARGUMENTS, COURSE]
 LENGTHS, RIVALS = [512, 1024, 2048, 4096, 8192], ["RoPE", "FoPE"]
 FLOOR, SERIES, NORM = "FoPE, CF alone", "FoPE, FS alone, FoPE's table noise", " + QK-norm"
 FLOOR_1024 = "FoPE, floor of 1024 alone"
-PUT_BACK = ("slow, wrapped", "fast, wrapped", "slow, held", "fast, held")
+PUT_BACK, PAIRS = ("slow, wrapped", "fast, wrapped"), ("slow", "fast")
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def sentences():
     yield REPORT, "removes 84 %", "at 60M", gone[0][1]
     runs = json.loads(read("results/mechanism/wrap_60M.json"))["runs"]
     by_name = {run["name"]: run for run in runs}
-    back = [percent([100 * by_name["rope"]["removed"][which]]) for which in PUT_BACK[:2]]
+    back = [percent([100 * by_name["rope"]["removed"][which]]) for which in PUT_BACK]
     yield REPORT, "slow pairs put back (wrapped;", *back
     yield README, "at 60M (one model)", *back
     others = [by_name[name] for name in ("theta94", "fope", "floor")]
@@ -130,8 +130,18 @@ def sentences():
     yield README, "pieces", rope[0], "QK-norm", *norms
     runs = json.loads(read("results/mechanism/wrap.json"))["runs"]
     back = [percent([100 * run["removed"][which] for run in runs]) for which in PUT_BACK]
-    yield README, "angles of training", *back[:2], "far keys held", *back[2:]
-    yield REPORT, "in trained models", *back
+    held, at = json.loads(read("results/mechanism/wrap_held.json"))["runs"], {}
+    for pairs in PAIRS:
+        for angles, places in (("old", ("0.5x", "0.75x")), ("new", ("1.5x", "2x", "3x"))):
+            names = [f"{pairs}, held {place}" for place in places]
+            shares = [[100 * run["removed"][name] for name in names] for run in held]
+            at[pairs, angles] = np.mean(shares, axis=1)
+    slow, fast = ([percent(at[pairs, angles]) for angles in ("old", "new")] for pairs in PAIRS)
+    yield README, "at angles of training", *slow, "all angles", *fast, "Wrapped", *back
+    yield REPORT, "in trained models", *slow, "wrapped back", *back
+    yield ARGUMENTS, "at old angles", *slow
+    yield REPORT, "held at 255, 383", *(plus(at[pairs, "old"]) for pairs in PAIRS)
+    yield REPORT, "held at 767, 1023, 1535", *(plus(at[pairs, "new"]) for pairs in PAIRS)
     recent = json.loads(read("results/mechanism/wrap_recent.json"))["runs"]
     recent = np.array([100 * run["removed"]["slow, recent"] for run in recent])
     yield REPORT, "wrapped into 0 to 255", plus(recent)
@@ -195,8 +205,6 @@ def sentences():
     pieces, each = rise("figure1", "RoPE", digits=2, name="loss")[0], removed("FoPE")
     above = (values("figure1_all", "RoPE-A") - values("figure1_all", "RoPE"))[:, 1].mean()
     yield REPORT, plus(each), span(each), "pieces", pieces, "RoPE-A", f"{above:.2f} nats above"
-    nope, fire = (rise("figure1_all", label, "loss", 2) for label in ("NoPE", "FIRE"))
-    yield REPORT, "NoPE", nope[0], "FIRE", *fire
     more = each - removed(FLOOR)
     yield REPORT, "floor alone", plus(removed(FLOOR)), plus(each), "adds", plus(more)
     yield REPORT, "series alone removes", plus(removed(SERIES))
