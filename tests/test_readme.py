@@ -140,6 +140,8 @@ def sentences():
     yield README, "at angles of training", *slow, "all angles", *fast, "Wrapped", *back
     yield REPORT, "in trained models", *slow, "wrapped back", *back
     yield ARGUMENTS, "at old angles", *slow
+    for text in ("docs/index.html", "experiments/tour.ipynb"):
+        yield text, "255 or 383", *slow, "the fast ones", *fast
     yield REPORT, "held at 255, 383", *(plus(at[pairs, "old"]) for pairs in PAIRS)
     yield REPORT, "held at 767, 1023, 1535", *(plus(at[pairs, "new"]) for pairs in PAIRS)
     recent = json.loads(read("results/mechanism/wrap_recent.json"))["runs"]
