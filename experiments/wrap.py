@@ -56,6 +56,7 @@ HELD = {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}  # at so many train_len
 HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 3x": 3}
 PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
 CONDITIONS |= PLACES
+PLACES = ["none", "near", *PLACES]
 
 
 class PutBack(PositionEmbedding):
@@ -172,7 +173,7 @@ def draw_places(rows, train_len):
     ax.set_xscale("log")
     ax.set_xticks(places, [f"{place:.0f}" for place in places])
     ax.minorticks_off()
-    title = "Held at old angles slow pairs do next to no damage, at new ones all of it"
+    title = "Held at old angles slow pairs do next to no damage, at new ones nearly all of it"
     where = "distance that far keys are held at; past the dotted line slow pairs show new angles"
     tidy(ax, where, "% of the damage that goes (dots: each seed)", title)
     return fig
@@ -190,7 +191,7 @@ def main(argv=None):
     add("--conditions", nargs="+", **few)
     args = parser.parse_args(argv)
     if args.conditions == ["places"]:
-        args.conditions = ["none", "near", *PLACES]
+        args.conditions = PLACES
     device = init_distributed(args.device)
     how = args.length, args.windows, args.conditions, device
     rows = [measure(run, *how) for run in args.runs]
@@ -198,9 +199,8 @@ def main(argv=None):
     numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
     first = [row for row in rows if row["name"] == rows[0]["name"]]
     file = "_".join(filter(None, ("wrap", args.name)))
-    draws = {tuple(USUAL): draw, ("none", "near", *PLACES): draw_places}
-    how = draws.get(tuple(args.conditions))
-    fig = how(first, train_len) if how else None
+    picture = {tuple(USUAL): draw, tuple(PLACES): draw_places}.get(tuple(args.conditions))
+    fig = picture(first, train_len) if picture else None
     save(numbers | {"runs": rows}, args.out, file, fig, device)
 
 
