@@ -8,6 +8,7 @@ less than they do. Models read on two corpora have results for each.
 """
 
 import itertools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -65,7 +66,10 @@ def load_results(paths, of_today=()):
     check_together(by_kind)
     order = [*NAMES, *(result["recipe"]["pos"] for result, _ in every)]
     for kind, labels in by_kind.items():
-        ranks = {la: (order.index(rs[0]["recipe"]["pos"]), la) for la, rs in labels.items()}
+        ranks = {  # by embedding, then by label, in which 256 stands before 1024
+            la: (order.index(rs[0]["recipe"]["pos"]), re.sub(r"\d+", lambda n: n[0].zfill(9), la))
+            for la, rs in labels.items()
+        }
         by_kind[kind] = {label: labels[label] for label in sorted(labels, key=ranks.get)}
     return dict(by_kind)
 
