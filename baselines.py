@@ -114,22 +114,17 @@ class FIRE(LearnedBias):
 # --- other frequencies
 
 
-ROUNDINGS = {"nearest": torch.round, "up": torch.ceil, "down": torch.floor}
-
-
 class RoPEA(RoPE):
     """
-    RoPE with aligned frequencies, the paper's RoPE-A: each moved to one that completes whole cycles
-    in the training length, so that the rotation itself is periodic there: the nearest one, or the
-    next one up or down. What completes less than one cycle (rounded to the nearest: less than half
-    a cycle) gets frequency zero, or rounded up one cycle.
+    RoPE with aligned frequencies, the paper's RoPE-A: each moved to the nearest one that completes
+    whole cycles in the training length, so that the rotation itself is periodic there. What
+    completes less than half a cycle gets frequency zero.
     """
 
-    def __init__(self, *, rounding: str = "nearest", **kwargs):
+    def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        assert rounding in ROUNDINGS, f"rounding {rounding!r} is none of {', '.join(ROUNDINGS)}"
         cycle = 2 * math.pi / self.train_len
-        self.freqs = ROUNDINGS[rounding](self.freqs / cycle) * cycle
+        self.freqs = (self.freqs / cycle).round() * cycle
 
 
 class TaperedRoPE(RoPE):

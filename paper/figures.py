@@ -95,11 +95,6 @@ def n_kept(recipe):
     return len(above_floor(rope_freqs(recipe.head_dim, recipe.theta), recipe.train_len))
 
 
-def n_series(recipe):
-    """How many of them the authors' code turns."""
-    return min(n_kept(recipe), recipe.head_dim // 4)
-
-
 def fs_sigma(recipe):
     """
     The sigma with which the series alone, which keeps all frequencies, has as much noise in the
@@ -111,7 +106,8 @@ def fs_sigma(recipe):
         return math.sqrt(D / (K * (D + recipe.n_head)))
 
     sigma, D = recipe.pos_args.get("sigma", 0.3), recipe.head_dim // 2
-    return round(sigma * noise(n_kept(recipe), n_series(recipe)) / noise(D, D), 4)
+    K = min(n_kept(recipe), recipe.head_dim // 4)  # the series of the authors' code
+    return round(sigma * noise(n_kept(recipe), K) / noise(D, D), 4)
 
 
 # --- the models
@@ -136,11 +132,6 @@ def cycles(n, theta):
 
 def floor_at(n):
     return fope(f"floor{n}", f"floor of {n} alone", sigma=0, floor=n, cap=False)
-
-
-def more_frequencies(n):
-    """FoPE with n times the frequencies above the floor."""
-    return fope(f"D{n}", f"D = {n}K", n_freq=lambda r: n * n_kept(r))
 
 
 def goes_on(init_from, name, label, **changes):
@@ -168,31 +159,21 @@ FIRE = Model("fire_fast", dict(pos="fire") | FIRE_LR, "FIRE")
 CF, FS = fope("cf", "CF alone", sigma=0), fope("fs", "FS alone", floor=False)
 FS_MATCHED = fope("fs_matched", "FS alone, FoPE's table noise", floor=False, sigma=fs_sigma)
 
-YARN16, YARN4 = dict(kind="yarn", factor=16), dict(kind="yarn", factor=4)
-WARM16 = YARN16 | dict(temperature=True)
-YARN16_FLOOR2 = dict(rope_scaling=YARN16, pos_args=dict(floor=lambda r: 2 * r.train_len))
+YARN16 = dict(kind="yarn", factor=16)
 STARTS = plain("rope", "fope", shown=False)
 CONTINUED = (
     goes_on("rope", "rope", "RoPE to RoPE"),
     goes_on("rope", "yarn16", "RoPE to RoPE + YaRN x16", rope_scaling=YARN16),
-    goes_on("rope", "warm16", "RoPE to RoPE + YaRN x16, temperature", rope_scaling=WARM16),
-    goes_on("rope", "yarn4", "RoPE to RoPE + YaRN x4", rope_scaling=YARN4),
     goes_on("rope", "fope", "RoPE to FoPE", pos="fope"),
     goes_on("fope", "fope", "FoPE to FoPE"),
     goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
-    goes_on("fope", "yarn4", "FoPE to FoPE + YaRN x4", rope_scaling=YARN4),
-    goes_on("fope", "floor2", "FoPE to FoPE + YaRN x16, floor of 2x", **YARN16_FLOOR2),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
-DS = [more_frequencies(n) for n in (2, 4, 8)]
+DS = [fope(f"D{n}", f"D = {n}K", n_freq=lambda r, n=n: n * n_kept(r)) for n in (2, 4, 8)]
 EQUATIONS = [
     fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
 ]
-ROUNDED = [
-    Model(f"rope_a_{r}", dict(pos="rope_a", pos_args=dict(rounding=r)), f"RoPE-A, rounded {r}")
-    for r in ("up", "down")
-]
-TABLE2 = (*plain("nope", "rope", "fope", "rope_a"), *ROUNDED)
+TABLE2 = plain("nope", "rope", "fope", "rope_a")
 TABLE2 += with_changes(TABLE2, "qk", "{} + QK-norm", qk_norm=True)
 PARTS = (*PAIR, CF, FS_MATCHED, *with_changes(PAIR, "qk", "{} + QK-norm", qk_norm=True))
 PARTS += plain("kerple")

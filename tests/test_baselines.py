@@ -78,15 +78,6 @@ def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
     torch.testing.assert_close(sin[40:], sin[:41], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "up", "down"])
-def test_aligned_frequencies_are_rounded_as_asked(rounding):
-    pos = make_embedding("rope_a", head_dim=8, rounding=rounding, theta=1e4, train_len=20)
-    found = (pos.freqs * 20 / (2 * math.pi)).round().tolist()
-    raw = [w * 20 / (2 * math.pi) for w in (1.0, 0.1, 0.01, 0.001)]
-    expected = {"nearest": map(round, raw), "up": map(math.ceil, raw), "down": map(math.floor, raw)}
-    assert found == list(expected[rounding])
-
-
 # --- YaRN and position interpolation
 
 

@@ -46,7 +46,6 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(pos_args={"variant": "original"}), "released, paper"),
         (dict(pos_args={"n_table": 3}), "n_table"),
         (dict(train_len=6), "floor"),
-        (dict(pos="rope_a", pos_args={"rounding": "half"}), "nearest, up, down"),
         (dict(rope_scaling=SCALED | {"kind": "ntk"}), "yarn, interpolate"),
         (dict(rope_scaling=SCALED | {"factor": 0.5}), "factor"),
     ],
@@ -124,7 +123,7 @@ def test_keywords_of_the_same_embedding_are_added_and_of_another_start_anew():
     scaled = more.changed(rope_scaling=SCALED, lr=1.0)
     assert scaled.rope_scaling == SCALED and scaled.pos_args == more.pos_args
     assert scaled.changed(pos_args={"cap": False}).rope_scaling == SCALED
-    for changes in ({}, {"pos_args": {"rounding": "up"}}, {"rope_scaling": SCALED}):
+    for changes in ({}, {"pos_args": {"own": 1}}, {"rope_scaling": SCALED}):
         other = scaled.changed(pos="rope_a", **changes)
         assert other.pos_args == changes.get("pos_args", {})
         assert other.rope_scaling == changes.get("rope_scaling") and other.lr == 1.0
