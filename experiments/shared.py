@@ -11,13 +11,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common import (  # noqa: E402
-    ArgumentParser,
-    command,
-    make_folder,
-    provenance,
-    write_json,
-)
+from common import ArgumentParser, command, make_folder, provenance, write_json  # noqa: E402
 from paper.plot import STYLES, plt  # noqa: E402
 
 # a method's colour is that of paper/plot.py

@@ -36,13 +36,7 @@ from attention_row import STEP, attention_rows
 from shared import BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
 
 from checkpoint import load_checkpoint
-from common import (
-    Refused,
-    add_device_flag,
-    init_distributed,
-    one_sentence_errors,
-    positive_int,
-)
+from common import Refused, add_device_flag, init_distributed, one_sentence_errors, positive_int
 from data import TokenData, window_loss
 from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
