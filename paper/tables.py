@@ -2,7 +2,6 @@
 Results to Markdown tables.
 """
 
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -27,8 +26,6 @@ from paper.results import (
 
 ROWS = {  # title, name in the json, factor, digits
     "perplexity": [("perplexity per {unit}{corpus}", "perplexity", 1, 2)],
-    "loss": [("loss in nats per {unit}{corpus}", "loss", 1, 2)],
-    "per_byte": [("loss in nats per byte{corpus}", "bits_per_byte", math.log(2), 2)],
     "task": [
         ("whole {task}s, %", "accuracy", 100, 0),
         ("{task} {part}, %", "token_accuracy", 100, 0),
@@ -49,9 +46,9 @@ def grid(columns, rows):
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def markdown_table(results, measure="perplexity", to="FoPE", only_differences=False, whole=False):
+def markdown_table(results, to="FoPE", only_differences=False):
     """
-    Perplexity (or loss), whole keys and digits by length: mean (± std over several seeds). Below
+    Perplexity, whole keys and digits by length: mean (± std over several seeds). Below
     them, or without them, where there are several seeds, the paired differences to the label `to`:
     mean ± half the 95 % interval.
     """
@@ -62,13 +59,12 @@ def markdown_table(results, measure="perplexity", to="FoPE", only_differences=Fa
         words |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
         lengths, train_len = common_lengths(every), train_len_of(every)
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
-        numbers = [] if only_differences else ROWS["task" if is_task(kind) else measure]
-        numbers = numbers[:1] if whole else numbers
-        for title, *number in numbers:
+        measure = "task" if is_task(kind) else "perplexity"
+        for title, *number in [] if only_differences else ROWS[measure]:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
             tables.append(grid([title.format(**words), *columns], rows))
         others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}
-        for title, *number in DIFFERENCES["task" if is_task(kind) else "perplexity"]:
+        for title, *number in DIFFERENCES[measure]:
             rows = [
                 [label, *difference_cells(rs, by_label[to], lengths, *number)]
                 for label, rs in others.items()
@@ -212,8 +208,8 @@ OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 def table_of(name, options, folder):
     """
-    The table that a mark <!-- table NAME OPTIONS --> asks for, from folder/NAME.json. Options are
-    loss, per_byte, whole, place, kind=KIND, on=CORPUS and to=LABEL.
+    The table that a mark <!-- table NAME --> asks for, from folder/NAME.json. The only option is
+    place, for place_table.
     """
     path = Path(folder) / f"{name}.json"
     if name == "all":
@@ -222,16 +218,8 @@ def table_of(name, options, folder):
         return summary_table(folder)
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
-    options = dict(option.partition("=")[::2] for option in options.split())
     results = load_results([path])
-    if kind := options.get("kind"):
-        kind += f" on {options['on']}" if "on" in options else ""
-        results = {kind: results[kind]}
-    if "place" in options:
-        return place_table(results)
-    measure = next((m for m in ROWS if m in options), "perplexity")
-    to = options.get("to", "FoPE")
-    return markdown_table(results, measure, to, whole="whole" in options)
+    return place_table(results) if "place" in options else markdown_table(results)
 
 
 def all_tables(folder):

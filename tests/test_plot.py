@@ -78,9 +78,6 @@ def test_tables_of_a_text_are_made_anew(tmp_path):
     whole = tables.fill_tables(text.format(""), tmp_path)
     assert "| RoPE | 2 | 60.00 ± 28.28 |" in whole and "| RoPE | 1 | 50 |" in whole
     assert whole.startswith("before\n<!-- table fig -->\n|") and whole.endswith("-->\nafter\n")
-    one = tables.fill_tables(text.format(" kind=perplexity"), tmp_path)
-    assert "| RoPE | 2 | 60.00 ± 28.28 |" in one and "passkey" not in one
-    assert "| RoPE | 2 | 3.00 ± 0.00 |" in tables.fill_tables(text.format(" loss"), tmp_path)
     no_end = "<!-- table fig -->\nkept\n"  # up to the next mark's end it would be lost
     assert tables.fill_tables(no_end + text.format(""), tmp_path) == no_end + whole
 
