@@ -104,6 +104,10 @@ def sentences():
     # 60M on a GPU: books, then C4
     kinds, less = ("perplexity on books", "perplexity on c4"), ("RoPE, theta 94", "FoPE", FLOOR)
     gone = [[percent(removed(la, "RoPE", 8192, "gpu_60M", kind)) for la in less] for kind in kinds]
+    how = "bits_per_byte", (512, 8192), kinds[0]
+    nats = [values("gpu_60M", label, *how)[0] * np.log(2) for label in ("RoPE", *less)]
+    assert np.ptp([near for near, _ in nats]) < 0.002
+    yield REPORT, f"{nats[0][0]:.2f} nats per byte", *(f"{far:.2f}" for _, far in nats)
     yield REPORT, "theta 94 reads best", *gone[0], "C4", *(share[:-1] for share in gone[1])
     yield REPORT, "at 60M 80 %", "theta 94", gone[0][0]
     yield REPORT, "removes 84 %", "at 60M", gone[0][1]
@@ -169,6 +173,16 @@ def sentences():
     shares = results.rise_removed(every["perplexity"])
     less, higher = (100 * np.array(shares[label]) for label in ("RoPE, theta 94", FLOOR_1024))
     yield README, "completes all turns", percent(less), "at 60M", *gone[0]
+    at = {label: percent(100 * np.array(share)) for label, share in shares.items()}
+    floors = [at[f"FoPE, floor of {n} alone"] for n in (128, 256, 1024, 2048)]
+    yield README, "floor alone removes", floor, "128 tokens", floors[0], "1024", floors[2]
+    floors.insert(2, floor)
+    thetas = [at[f"RoPE, theta {theta}"] for theta in (22, 46, 94, 192)]
+    yield REPORT, "Floors of", *floors
+    yield REPORT, "half a cycle, remove", *thetas
+    yield REPORT, "as CoPE has it", plus(100 * np.array(shares["RoPE, tapered"]))
+    sigmas = [at[f"FoPE, sigma {sigma}"] for sigma in (0.1, 0.6, 1.2)]
+    yield REPORT, "The series with sigma", sigmas[0], whole, *sigmas[1:], at["FoPE, D = 64"]
     (at_1x, at_16x, higher_floor, louder, of_keys, of_floor), decided = zip(
         *differences("primary_enough"), strict=True
     )
@@ -217,6 +231,7 @@ def sentences():
 
     # passkeys
     rope, fope = keys("figure1", "RoPE"), keys("figure1", "FoPE")
+    yield REPORT, "FoPE finds", *fope, "RoPE", *rope, "ALiBi", keys("figure1", "ALiBi")[0]
     yield REPORT, "four times", fope[2], "RoPE", rope[2], "sixteen times", fope[4]
     at_4096 = 100 * values("figure1", "FoPE", "accuracy", [4096], "passkey").ravel()
     yield REPORT, "at 4096 it finds from", span(at_4096)
