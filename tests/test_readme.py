@@ -141,8 +141,11 @@ def sentences():
             shares = [[100 * run["removed"][name] for name in names] for run in held]
             at[pairs, angles] = np.mean(shares, axis=1)
     slow, fast = ([percent(at[pairs, angles]) for angles in ("old", "new")] for pairs in PAIRS)
-    yield README, "at angles of training", *slow, "all angles", *fast, "Wrapped", *back
-    yield REPORT, "in trained models", *slow, "wrapped back", *back
+    edge = [percent([100 * run["removed"][f"{pairs}, held"] for run in held]) for pairs in PAIRS]
+    told = ([now[0], at_edge, now[1]] for now, at_edge in zip((slow, fast), edge, strict=True))
+    slow_told, fast_told = told
+    yield README, "At angles of training", *slow_told, "all angles", *fast_told, "Wrapped", *back
+    yield REPORT, "in trained models", *slow_told, "wrapped back", *back
     yield ARGUMENTS, "at old angles", *slow
     for text in ("docs/index.html", "experiments/tour.ipynb"):
         yield text, "255 or 383", *slow, "the fast ones", *fast
@@ -172,32 +175,35 @@ def sentences():
     yield REPORT, "95 % of them", "8 of 8 seeds of FoPE", of_floor, "1 of theta 94", n["RoPE"]
     shares = results.rise_removed(every["perplexity"])
     less, higher = (100 * np.array(shares[label]) for label in ("RoPE, theta 94", FLOOR_1024))
-    yield README, "completes all turns", percent(less), "at 60M", *gone[0]
-    at = {label: percent(100 * np.array(share)) for label, share in shares.items()}
-    floors = [at[f"FoPE, floor of {n} alone"] for n in (128, 256, 1024, 2048)]
-    yield README, "floor alone removes", floor, "128 tokens", floors[0], "1024", floors[2]
-    floors.insert(2, floor)
-    thetas = [at[f"RoPE, theta {theta}"] for theta in (22, 46, 94, 192)]
-    yield REPORT, "Floors of", *floors
+    yield README, "completes all turns", percent(less), "60M", *gone[0]
+    shares = {label: 100 * np.array(share) for label, share in shares.items()}
+    of_128, of_256, of_2048 = (shares[f"FoPE, floor of {n} alone"] for n in (128, 256, 2048))
+    far = percent(of_128), "1024", percent(higher)
+    yield README, "floor alone removes", floor, "128", *far
+    yield REPORT, "Floors of", *map(plus, (of_128, of_256, shares[FLOOR], higher, of_2048))
+    thetas = [percent(shares[f"RoPE, theta {theta}"]) for theta in (22, 46, 94, 192)]
     yield REPORT, "half a cycle, remove", *thetas
-    yield REPORT, "as CoPE has it", plus(100 * np.array(shares["RoPE, tapered"]))
-    sigmas = [at[f"FoPE, sigma {sigma}"] for sigma in (0.1, 0.6, 1.2)]
-    yield REPORT, "The series with sigma", sigmas[0], whole, *sigmas[1:], at["FoPE, D = 64"]
+    yield REPORT, "as fast", plus(shares["RoPE, tapered"])
+    sigmas = [percent(shares[f"FoPE, sigma {sigma}"]) for sigma in (0.1, 0.6, 1.2)]
+    sigmas.insert(1, whole)
+    yield REPORT, "FoPE with sigma", *sigmas, percent(shares["FoPE, D = 64"])
     (at_1x, at_16x, higher_floor, louder, of_keys, of_floor), decided = zip(
         *differences("primary_enough"), strict=True
     )
     assert decided == (True, True, True, False, True, False)
     yield REPORT, "completes a cycle", at_1x, "at 512", at_16x, plus(less)
-    yield REPORT, "half a cycle", higher_floor, "8192", plus(higher)
+    yield REPORT, "0.6 cycles", higher_floor, "8192", plus(higher)
     yield REPORT, "sigma 1.2", louder, "below the floor alone"
     three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
     shares = [results.seed_stats(rs, "token_accuracy", [2048])[1][0] for rs in three]
     found_by = [f"{share:.0%}" for share in shares]
     yield REPORT, "digits at 2048 FoPE finds", *found_by, of_keys, of_floor
-    yield REPORT, "at 2048 theta 94 finds", *reversed(found_by)
-    all_copied = [row for row in three[2] if row["lengths"][512]["accuracy"] == 1]
-    (share,) = (row["lengths"][2048]["token_accuracy"] for row in all_copied)
-    yield REPORT, "one seed of theta 94 that copies all keys", f"{share:.0%}"
+    of_rope = results.seed_stats(asked_of["RoPE"], "token_accuracy", [2048])[1][0]
+    yield REPORT, "at 2048 RoPE finds", f"{of_rope:.0%}", *reversed(found_by)
+    how = "token_accuracy", [2048], "passkey_anywhere"
+    of_rope = 100 * values("enough", "RoPE", *how)  # seeds 3 to 7
+    ahead = 100 * values("enough", "RoPE, theta 94", *how)[: len(of_rope)] - of_rope
+    yield REPORT, "Of RoPE it is", plus(ahead[:, 0])
     how = [512], "passkey_anywhere"
     copied = 100 * values("longer", "RoPE, theta 94, twice the tokens", "accuracy", *how).ravel()
     how = "token_accuracy", [2048], "passkey_anywhere"
