@@ -192,7 +192,7 @@ def sentences():
     )
     assert decided == (True, True, True, False, True, False)
     yield REPORT, "completes a cycle", at_1x, "at 512", at_16x, plus(less)
-    yield REPORT, "0.6 cycles", higher_floor, "8192", plus(higher)
+    yield REPORT, "0.6 cycles", higher_floor, "8192"
     yield REPORT, "sigma 1.2", louder, "below the floor alone"
     three = [asked_of[label] for label in ("FoPE", FLOOR, "RoPE, theta 94")]
     shares = [results.seed_stats(rs, "token_accuracy", [2048])[1][0] for rs in three]
@@ -203,7 +203,12 @@ def sentences():
     how = "token_accuracy", [2048], "passkey_anywhere"
     of_rope = 100 * values("enough", "RoPE", *how)  # seeds 3 to 7
     ahead = 100 * values("enough", "RoPE, theta 94", *how)[: len(of_rope)] - of_rope
-    yield REPORT, "Of RoPE it is", plus(ahead[:, 0])
+    yield REPORT, "points behind FoPE, the floor", plus(ahead[:, 0]), "behind theta 94"
+    still = 100 * values("enough", "p-RoPE, p = 0.5", *how)  # seeds 3 to 6
+    by = [100 * values("enough", la, *how)[:4] for la in ("RoPE, theta 94", "FoPE")]
+    ahead, behind = plus((still - by[0])[:, 0]), plus((by[1] - still)[:, 0])
+    copied = 100 * values("enough", "p-RoPE, p = 0.5", "accuracy", [512], how[-1])
+    yield REPORT, "p-RoPE (four seeds)", f"{still.mean():.1f}", ahead, behind, percent(copied)
     how = [512], "passkey_anywhere"
     copied = 100 * values("longer", "RoPE, theta 94, twice the tokens", "accuracy", *how).ravel()
     how = "token_accuracy", [2048], "passkey_anywhere"
