@@ -48,9 +48,9 @@ def grid(columns, rows):
 
 def markdown_table(results, to="FoPE", only_differences=False):
     """
-    Perplexity, whole keys and digits by length: mean (± std over several seeds). Below
-    them, or without them, where there are several seeds, the paired differences to the label `to`:
-    mean ± half the 95 % interval.
+    Perplexity, whole keys and digits by length: mean (± std over several seeds). Below them, or
+    without them, where there are several seeds, the paired differences to the label `to`: mean ±
+    half the 95 % interval.
     """
     tables = []
     for kind, by_label in results.items():
