@@ -48,9 +48,9 @@ USUAL = list(CONDITIONS)
 CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
 HELD = {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}  # at so many train_len, less 1
 HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 3x": 3}
-PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
-CONDITIONS |= PLACES
-PLACES = ["none", "near", *PLACES]
+AT_PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
+CONDITIONS |= AT_PLACES
+PLACES = ["none", "near", *AT_PLACES]
 
 
 class PutBack(PositionEmbedding):
