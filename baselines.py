@@ -4,13 +4,14 @@ The paper's other baselines.
     KERPLE, FIRE         a learned bias on the logits      (Chi et al., 2022; Li et al., 2024)
     RoPE-A               RoPE with frequencies that complete whole cycles in the training length
     tapered RoPE         RoPE with FoPE's floor, but not cut off: CoPE (Li et al., 2026)
-    YaRN, interpolation  lower frequencies, with which a trained RoPE or FoPE reads further
+    YaRN, NTK, ...       lower frequencies, with which a trained RoPE or FoPE reads further
                                                            (Peng et al., 2023; Chen et al., 2023)
 
 The interface of an embedding is described in fope.py.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,19 +42,24 @@ class LearnedBias(PositionEmbedding):
         time, and again in the backward pass: never more than (n_head, QUERIES_PER_BLOCK, T) of it
         (of FIRE's hidden layer, 32 instead of n_head).
         """
+        window = self.window or q.size(-2)
         y = []
         # largest block first, so that smaller ones reuse its memory
         for start in range(0, q.size(-2), QUERIES_PER_BLOCK)[::-1]:
-            end = start + QUERIES_PER_BLOCK
-            block = q[..., start:end, :], k[..., :end, :], v[..., :end, :], start
+            end, first_key = start + QUERIES_PER_BLOCK, max(0, start - window + 1)
+            keys, values = k[..., first_key:end, :], v[..., first_key:end, :]
+            block = q[..., start:end, :], keys, values, start, first_key
             y.append(checkpoint(self.attend_block, *block, use_reentrant=False))
         return torch.cat(y[::-1], dim=-2)
 
-    def attend_block(self, q, k, v, start):
+    def attend_block(self, q, k, v, start, first_key):
         i = torch.arange(start, start + q.size(-2), device=q.device)
-        j = torch.arange(k.size(-2), device=q.device)
+        j = torch.arange(first_key, first_key + k.size(-2), device=q.device)
+        hidden = j > i[:, None]
+        if self.window:
+            hidden |= i[:, None] - j >= self.window
         with torch.autocast(q.device.type, enabled=False):  # bf16 would round positions over 256
-            bias = self.bias(i, j).masked_fill(j > i[:, None], -torch.inf).to(q.dtype)
+            bias = self.bias(i, j).masked_fill(hidden, -torch.inf).to(q.dtype)
         # (1, n_head, N, T): the fused CPU kernel wants 4 dimensions
         with sdpa_kernel(NO_PLANS):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
@@ -161,9 +167,28 @@ def yarn(freqs, factor, original_len, head_dim, theta=10000.0, beta_fast=32, bet
     return freqs + ramp * (freqs / factor - freqs)
 
 
+def ntk(freqs, factor, head_dim, theta=10000.0):
+    """
+    "NTK-aware" scaling, by a larger theta: theta' = theta factor^(d / (d - 2)), d = head_dim. The
+    fastest frequency stays, the slowest is divided by the factor. freqs need not be RoPE's.
+    """
+    new_theta = theta * factor ** (head_dim / (head_dim - 2))
+    return freqs ** (math.log(new_theta) / math.log(theta))
+
+
+def slow_down(freqs, factor, original_len):
+    """Only the frequencies that complete no cycle in original_len tokens are divided by factor."""
+    return torch.where(freqs < 2 * math.pi / original_len, freqs / factor, freqs)
+
+
+def interpolate(freqs, factor):
+    """Position interpolation: every frequency is divided by factor."""
+    return freqs / factor
+
+
 def rope_scaling(
     *,
-    factor: float,
+    factor: float = 1.0,
     original_len: int,
     kind: str = "yarn",
     temperature: bool = False,
@@ -176,18 +201,20 @@ def rope_scaling(
     is original_len, whatever the model is trained at now. model.make_pos calls this with
     GPTConfig.rope_scaling.
 
-    kind: "yarn", or "interpolate" for position interpolation, which divides every frequency by the
-    factor. temperature: multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE
-    authors' code leaves that out.
+    kind: "yarn", "ntk", "slow" or "interpolate", the functions above. temperature: multiply q and k
+    by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE authors' code leaves that out.
     """
     scales = {
-        "yarn": lambda freqs: yarn(freqs, factor, original_len, head_dim, theta),
-        "interpolate": lambda freqs: freqs / factor,
+        "yarn": partial(yarn, original_len=original_len, head_dim=head_dim, theta=theta),
+        "ntk": partial(ntk, head_dim=head_dim, theta=theta),
+        "slow": partial(slow_down, original_len=original_len),
+        "interpolate": interpolate,
     }
     assert kind in scales, f"kind {kind!r} is none of {', '.join(scales)}"
     assert factor >= 1, f"factor must be at least 1, not {factor}"
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
-    return {"train_len": original_len, "scale": scales[kind], "qk_factor": qk_factor}
+    scale = partial(scales[kind], factor=factor)
+    return {"train_len": original_len, "scale": scale, "qk_factor": qk_factor}
 
 
 POSITION_EMBEDDINGS |= {"kerple": KERPLE, "fire": FIRE, "rope_a": RoPEA, "rope_taper": TaperedRoPE}

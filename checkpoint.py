@@ -151,6 +151,8 @@ class Run:
     def read_data(self, recipe, trained):
         """The data, which say what the tokens are; of trained weights they must be the same."""
         recipe = recipe.check().resolved()
+        if recipe.rope_scaling and "factor" not in recipe.rope_scaling:
+            raise Refused("--rope_scaling needs a factor in training; in an evaluation it need not")
         self.data = TokenData(recipe.data, "train")
         tokens = dict(tokenizer=self.data.tokenizer_id, vocab_size=self.data.meta["vocab_size"])
         if trained and recipe.tokenizer != tokens["tokenizer"]:

@@ -32,7 +32,7 @@ def main(argv=None):
     seed = recipe.seed if args.seed is None else args.seed
     how = recipe.trials, seed, args.generate, common.rank() == 0
 
-    def evaluate(length):
+    def evaluate(model, length):
         return evaluation.task_accuracy(model, task, length, *how)
 
     measured = evaluation.evaluate_lengths(model, evaluate)

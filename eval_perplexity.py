@@ -3,7 +3,7 @@ Loss and perplexity against length: does a model keep reading well past its trai
 
     python eval_perplexity.py runs_out/fope                        1x to 16x the training length
     python eval_perplexity.py runs_out/fope --data data/c4 --lengths 512,8192 --out c4.json
-    python eval_perplexity.py runs_out/rope --rope_scaling factor=4 --out yarn.json
+    python eval_perplexity.py runs_out/rope --rope_scaling kind=yarn --out yarn.json
 
 At every length L the same validation tokens are cut into non-overlapping windows of L, and the
 loss is the total negative log-likelihood over all tokens scored: nats per token; perplexity is its
@@ -51,7 +51,7 @@ def main(argv=None):
     tokens = evaluation.spread_windows(data, longest, (n_tokens - 1) // longest)
     token_bytes = evaluation.bytes_of_tokens(load_tokenizer(recipe.tokenizer, args.run))
 
-    def evaluate(length):
+    def evaluate(model, length):
         if length > longest:
             raise Refused(too_few)
         return evaluation.text_row(model, tokens, length, token_bytes, common.rank() == 0)

@@ -132,8 +132,9 @@ def evaluation_parser(doc):
     add("--label", help="the model's name in figures and tables, if not its embedding's")
     common.add_device_flag(parser)
     words = dict(nargs="*", metavar="K=V", action=Keywords, default={})
-    add("--pos_args", **words, help="change the embedding's keywords")
-    add("--rope_scaling", **words, help="slower ones: kind=yarn factor=4")
+    add("--pos_args", **words, help="change the embedding's keywords, such as window=512")
+    kinds = "yarn, ntk, slow or interpolate; without factor=4 the factor follows from each length"
+    add("--rope_scaling", **words, help=f"slower frequencies, untrained: kind=yarn ({kinds})")
     return parser
 
 
@@ -147,13 +148,10 @@ def load_for_evaluation(args, **asked):
     asked = {name: value for name, value in asked.items() if value is not None}
     flags = ("pos_args", "rope_scaling")
     changes = {flag: value for flag in flags if (value := getattr(args, flag))}
-    config = replace(model.config, **asked)
+    config = model.config.read_with(**asked, **changes)
     if changes:
         if not args.out:
             raise Refused("a changed embedding needs --out, beside the trained one's result")
-        if "rope_scaling" in changes:
-            changes["rope_scaling"] = config.scaling_of_trained(changes["rope_scaling"])
-        config = config.changed(**changes)
         model = with_pos(model, config)
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
@@ -186,17 +184,31 @@ def seed_int(text):
     return int(text)
 
 
+def scaled_to(model, length):
+    """
+    (model, {}), or where its --rope_scaling has no factor the model whose frequencies are scaled to
+    a text of this length, by length / original_len, and {"factor": that number}.
+    """
+    scaling = model.config.rope_scaling
+    if not scaling or "factor" in scaling:
+        return model, {}
+    factor = {"factor": max(1.0, length / scaling["original_len"])}
+    scaled = with_pos(model, replace(model.config, rope_scaling=scaling | factor))
+    return scaled.to(model.head.weight.device), factor
+
+
 def evaluate_lengths(model, evaluate):
     """
-    evaluate(length) -> dict, for every length of the model's recipe, printed as a table: two dicts
-    by length, the results and why a length was skipped. That is one which evaluate refuses, or for
-    which the memory does not suffice. Refused where no length is left, and for a model that gives
-    no numbers.
+    evaluate(model, length) -> dict, for every length of the model's recipe, printed as a table: two
+    dicts by length, the results and why a length was skipped. That is one which evaluate refuses,
+    or for which the memory does not suffice. Refused where no length is left, and for a model that
+    gives no numbers.
     """
     results, skipped, train_len = {}, {}, model.config.train_len
     for length in parse_lengths(model.config.lengths, train_len):
         try:
-            row = evaluate(length)
+            scaled, factor = scaled_to(model, length)
+            row = evaluate(scaled, length) | factor
         except (Refused, MemoryError, RuntimeError) as e:
             no_memory = common.is_out_of_memory(e) and common.world_size() == 1
             if not isinstance(e, Refused) and not no_memory:

@@ -114,21 +114,51 @@ And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t
 """
 
 
+# --- attention
+
+
+def causal_attention(q, k, v, window=None, scale=None):
+    """
+    Each query attends to its own key and to all keys before it, or to the last `window` keys alone.
+    q, k, v: (B, n_head, T, head_dim). With a window it is computed for one block of queries at a
+    time, in O(T window) time and memory.
+    """
+    T = q.size(-2)
+    if window is None or window >= T:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    y = []
+    for start in range(0, T, window):
+        end, first_key = min(start + window, T), max(0, start - window + 1)
+        i = torch.arange(start, end, device=q.device)
+        j = torch.arange(first_key, end, device=q.device)
+        distance = i[:, None] - j
+        visible = (distance >= 0) & (distance < window)
+        keys, values = k[..., first_key:end, :], v[..., first_key:end, :]
+        block = q[..., start:end, :], keys, values, visible
+        y.append(F.scaled_dot_product_attention(*block, scale=scale))
+    return torch.cat(y, dim=-2)
+
+
 # --- NoPE and ALiBi
 
 
 class PositionEmbedding(nn.Module):
-    """The interface; the base class does nothing. train_len in tokens; theta is RoPE's."""
+    """
+    The interface; the base class knows no position. train_len in tokens; theta is RoPE's. window: a
+    query attends to so many keys, its own among them; None: to all before it.
+    """
 
-    def __init__(self, *, head_dim, n_head, train_len, theta=10000.0):
+    def __init__(self, *, head_dim, n_head, train_len, theta=10000.0, window: int | None = None):
         super().__init__()
+        assert window is None or window > 0, f"window must be at least 1, not {window}"
         self.head_dim, self.n_head, self.train_len, self.theta = head_dim, n_head, train_len, theta
+        self.window = window
 
     def rotate(self, q, k):
         return q, k
 
     def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return causal_attention(q, k, v, self.window)
 
     def scores(self, q, k):
         q, k = self.rotate(q, k)
@@ -165,7 +195,7 @@ class ALiBi(PositionEmbedding):
 
     def attend(self, q, k, v):
         q, k, v = self.with_bias(q, k, v, torch.arange(q.size(-2), device=q.device))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+        y = causal_attention(q, k, v, self.window, scale=1.0)
         return y[..., : self.head_dim]
 
     def with_bias(self, q, k, v, j):
@@ -196,9 +226,7 @@ class RoPE(PositionEmbedding):
     the frequencies that gives those to use, and a factor on q and k.
     """
 
-    def __init__(
-        self, *, freqs: list | None = None, scale=lambda freqs: freqs, qk_factor=1.0, **kwargs
-    ):
+    def __init__(self, *, freqs: list | None = None, scale=None, qk_factor=1.0, **kwargs):
         super().__init__(**kwargs)
         assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
         self.scale, self.qk_factor = scale, qk_factor
@@ -208,9 +236,13 @@ class RoPE(PositionEmbedding):
         self.forget_tables()
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
+    def scaled_freqs(self):
+        """The frequencies that are used."""
+        return self.freqs if self.scale is None else self.scale(self.freqs)
+
     def make_tables(self, T):
         """cos and sin of positions 0 .. T-1, on the CPU: two (T, head_dim/2)."""
-        return rotation_tables(self.scale(self.freqs.cpu()), T)
+        return rotation_tables(self.scaled_freqs().cpu(), T)
 
     def rotate(self, q, k):
         cos, sin = self.tables(q.size(-2))

@@ -87,6 +87,12 @@ class Recipe(GPTConfig):
         start = replace(start, **{name: getattr(self, name) for name in stays})
         return start.changed(**changes)
 
+    def read_with(self, **changes):
+        """The recipe of an evaluation of this run's model, with these fields changed."""
+        if changes.get("rope_scaling"):
+            changes["rope_scaling"] = self.scaling_of_trained(changes["rope_scaling"])
+        return self.changed(**changes)
+
     def scaling_of_trained(self, rope_scaling):
         """rope_scaling with the length that the frequencies were learned at, if it has none."""
         first = (self.rope_scaling or {}).get("original_len", self.train_len)
@@ -241,8 +247,8 @@ def check_pos(config):
         if not issubclass(cls, RoPE):
             raise Refused(f"{config.pos} has no frequencies that --rope_scaling could lower")
         check_keywords("--rope_scaling", config.rope_scaling, keywords_of(rope_scaling))
-        if not {"factor", "original_len"} <= config.rope_scaling.keys():
-            raise Refused("--rope_scaling needs factor and original_len, which --init_from knows")
+        if "original_len" not in config.rope_scaling:
+            raise Refused("--rope_scaling needs original_len, which --init_from knows")
     try:
         with torch.random.fork_rng(devices=[]):
             make_pos(config)

@@ -55,7 +55,7 @@ class LayerPosition(nn.Module):
             return pos.with_bias(q, k, v, positions[:, None])
         if not isinstance(pos, RoPE):
             return q, k, v
-        angles = positions[:, None, :, None].float() * pos.scale(pos.freqs)  # (B, 1, T, D)
+        angles = positions[:, None, :, None].float() * pos.scaled_freqs()  # (B, 1, T, D)
         if angles.device.type == "mps":  # which has no fp64
             angles = angles.cpu()
         cos, sin = angles.cos(), angles.sin()
@@ -213,6 +213,8 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
         raise Refused(f"the model's RoPE is scaled ({kind}): rope_scaling would be the second")
     if pos not in EMBEDDINGS:
         raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
+    if pos_args.get("window"):
+        raise Refused("a swapped model attends by the library's functions, which know no window")
     old = getattr(config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args, rope_scaling = old["pos_args"] | pos_args, rope_scaling or old["rope_scaling"]

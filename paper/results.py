@@ -146,7 +146,8 @@ def label_of(result):
         name += " + QK-norm"
     changes = [f"{k}={v}" for k, v in recipe.get("pos_args", {}).items()]
     if scaling := recipe.get("rope_scaling"):
-        changes.append(f"{scaling.get('kind', 'yarn')} x{scaling['factor']:g}")
+        factor = f"x{scaling['factor']:g}" if "factor" in scaling else "told the length"
+        changes.append(f"{scaling.get('kind', 'yarn')} {factor}")
     return (f"{name} ({', '.join(changes)})" if changes else name) + half
 
 
