@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend
 
 import common
 from common import Bar
-from evaluation import window_loss
+from data import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT
 from paper.tables import bench_table

@@ -15,8 +15,8 @@ from shared import Parser, save
 
 from checkpoint import load_checkpoint, with_pos
 from common import Refused, one_sentence_errors
-from data import TokenData
-from evaluation import spread_windows, window_loss
+from data import TokenData, window_loss
+from evaluation import spread_windows
 from fope import FoPE
 
 INTERN = dict(head_dim=128, n_head=4, train_len=262_144, theta=5e6, sigma=0.5, cap=False)

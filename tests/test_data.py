@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import common
 import prepare_data
-from data import Batches, Passkey, TokenData, load_tokenizer, read_shard
-from evaluation import bytes_of_tokens
+from data import Batches, TokenData, load_tokenizer, read_shard
+from eval_perplexity import bytes_of_tokens
 from prepare_data import (
     check_tokenizer,
     is_validation,
@@ -27,6 +27,7 @@ from prepare_data import (
     strip_gutenberg,
     write_shard,
 )
+from tasks import Passkey
 
 
 def prepare(out, *argv):

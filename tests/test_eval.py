@@ -14,13 +14,15 @@ from conftest import need_gpt2, refuses, run_training, write_text
 
 import eval_passkey
 import eval_perplexity
-import evaluation
 import prepare_data
+import train
 from checkpoint import load_checkpoint, save_checkpoint
 from common import Refused
-from data import FILLER, Passkey, PasskeyAnywhere, TokenData, load_tokenizer
-from evaluation import task_accuracy, wilson_interval, window_loss
+from data import TokenData, load_tokenizer, window_loss
+from eval_passkey import task_accuracy, wilson_interval
+from fope import POSITION_EMBEDDINGS, PositionError, RoPE
 from model import GPT, GPTConfig
+from tasks import FILLER, Passkey, PasskeyAnywhere
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def test_windows_are_spread_over_the_validation_split(checkpoint, tmp_path, monk
         read_by_length[length] = tokens
         return np.ones((3 * 64 // length, length))
 
-    monkeypatch.setattr(evaluation, "window_loss", window_loss)
+    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
     few = ["--lengths", "16,64", "--max_tokens", "200", "--out", tmp_path / "r.json"]
     evaluate(eval_perplexity, checkpoint, *few)
     data = TokenData(read(tmp_path / "r.json")["data"], "val")
@@ -214,6 +216,56 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
     assert losses[4] == losses[0] and len(set(losses)) == 4
 
 
+@pytest.mark.parametrize("kind", ["yarn", "ntk", "slow"])
+def test_without_a_factor_frequencies_are_scaled_to_each_length(data_folder, tmp_path, kind):
+    """At 32, the training length, nothing changes; at 256 the factor is 8."""
+    run = run_training(
+        data_folder, tmp_path / "run", "--pos=rope", "--lengths=32,256", "--trials=3"
+    )
+    told, fixed = ["--rope_scaling", f"kind={kind}"], ["factor=8"]
+    for script, name in ((eval_perplexity, "loss"), (eval_passkey, "answer_nll")):
+        rows = []
+        for number, flags in enumerate(([], told, told + fixed)):
+            out = tmp_path / f"{script.__name__}{number}.json"
+            evaluate(script, run, "--out", out, *flags)
+            rows.append(read(out)["lengths"])
+        plain, told_rows, fixed_rows = rows
+        assert told_rows["256"]["factor"] == 8 and "factor" not in fixed_rows["256"]
+        assert told_rows["256"][name] == fixed_rows["256"][name] != plain["256"][name]
+        if script is eval_perplexity:  # a passkey needs more than 32 tokens
+            assert told_rows["32"]["factor"] == 1
+            assert plain["32"][name] == told_rows["32"][name] != fixed_rows["32"][name]
+    refuses(train.main, ["--init_from", run, "--out", tmp_path / "new", *told], "factor")
+
+
+def test_a_window_is_given_to_a_trained_model(data_folder, tmp_path):
+    """Its loss is the same as long as all keys are within it."""
+    run = run_training(data_folder, tmp_path / "run", "--pos=rope", "--lengths=32,256")
+    losses = []
+    for flags in ([], ["--pos_args", "window=32"]):
+        evaluate(eval_perplexity, run, "--out", tmp_path / f"{len(flags)}.json", *flags)
+        rows = read(tmp_path / f"{len(flags)}.json")["lengths"]
+        losses.append([rows[length]["loss"] for length in ("32", "256")])
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+
+
+class OnlyShort(RoPE):
+    """As learned positions would: it cannot read more than twice its training length."""
+
+    def rotate(self, q, k):
+        if q.size(-2) > 2 * self.train_len:
+            raise PositionError(f"{q.size(-2)} positions, of which only some were learned")
+        return super().rotate(q, k)
+
+
+def test_a_length_that_an_embedding_cannot_read_is_skipped(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "short", OnlyShort)
+    run = run_training(data_folder, tmp_path / "run", "--pos=short", "--lengths=32,64,128")
+    evaluate(eval_perplexity, run)
+    result = read(run / "perplexity.json")
+    assert list(result["lengths"]) == ["32", "64"] and "only some" in result["skipped"]["128"]
+
+
 def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_path):
     out = tmp_path / "r.json"
     for flags, words in (
@@ -241,7 +293,7 @@ def window_loss_that_fails(monkeypatch, error):
             raise error
         return losses
 
-    monkeypatch.setattr(evaluation, "window_loss", window_loss)
+    monkeypatch.setattr(eval_perplexity, "window_loss", window_loss)
     return losses
 
 
@@ -320,7 +372,7 @@ def test_keys_have_five_digits_and_depths_are_uniform(task):
 
 
 def test_prompt_that_does_not_fit_is_refused(task):
-    with pytest.raises(Refused, match="does not fit 60"):
+    with pytest.raises(Refused, match="too many for 60"):
         task.sample(60, np.random.default_rng(0))
     shortest = 1 + next(n for n in range(60, 999) if fits(task, n))
     assert task.sample(shortest, np.random.default_rng(0))[0].shape == (shortest,)
@@ -422,8 +474,8 @@ def test_passkey_command(checkpoint, tmp_path, capsys):
     evaluate(eval_passkey, checkpoint, *flags, "--out", out)
     result = read(out)
     assert list(result["lengths"]) == ["256", "300"]
-    assert "does not fit 64" in result["skipped"]["64"]
-    assert "length 64 is skipped: the prompt without any filler has" in capsys.readouterr().err
+    assert "too many for 64" in result["skipped"]["64"]
+    assert "length 64 is skipped: the prompt has" in capsys.readouterr().err
     assert (result["recipe"]["task"], result["recipe"]["task_share"]) == ("", 0.0)
     assert result["kind"] == "passkey" and result["lengths"]["256"]["trials"] == 5
     evaluate(eval_passkey, checkpoint, *flags, "--out", again)

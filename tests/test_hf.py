@@ -20,7 +20,8 @@ from torch._dynamo.testing import CompileCounter
 
 from checkpoint import load_checkpoint
 from common import Refused
-from data import EOT, Passkey, load_tokenizer
+from data import EOT, load_tokenizer
+from tasks import Passkey
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow

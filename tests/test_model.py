@@ -183,7 +183,7 @@ def test_theta_is_that_of_the_frequencies_and_of_yarn():
     m = torch.arange(32)
     torch.testing.assert_close(pos.freqs, 100.0 ** (-2 * m / 64), atol=0, rtol=1e-5)
     # 100^(-2m/64) turns 32 times in 512 tokens at m = 6.5: from m = 6 on slower ones are lowered
-    lowered = pos.scale(pos.freqs) / pos.freqs
+    lowered = pos.scaled_freqs() / pos.freqs
     assert (lowered[:7] == 1).all() and (lowered[7:] < 1).all()
     assert pos.train_len == 512
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_with_a_sentence(tmp_path, m
 MEASURE = """
 import resource, torch
 from model import GPT
-from evaluation import window_loss
+from data import window_loss
 from recipe import RECIPES
 model = GPT(RECIPES["60M"].changed(pos="{pos}", n_layer=2))
 window_loss(model, torch.randint(50257, (8193,)).numpy(), 8192)

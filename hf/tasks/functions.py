@@ -7,7 +7,7 @@ from datasets import Dataset
 from lm_eval.tasks.longbench import metrics
 from transformers import AutoConfig, AutoTokenizer
 
-from data import Passkey
+from tasks import Passkey
 
 BINS = {"0-4k": 4000, "4-8k": 8000, "8k+": math.inf}  # words of a document
 
