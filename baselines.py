@@ -19,14 +19,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
+from fope import POSITION_EMBEDDINGS, PositionEmbedding, PositionError, RoPE
 
 # --- learned biases
 
 QUERIES_PER_BLOCK = 128
 
-# all but cuDNN, which makes a plan for every length that is new
-NO_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN makes a plan for every new length, which takes longer than the attention itself
+SDPA_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class LearnedBias(PositionEmbedding):
@@ -61,7 +61,7 @@ class LearnedBias(PositionEmbedding):
         with torch.autocast(q.device.type, enabled=False):  # bf16 would round positions over 256
             bias = self.bias(i, j).masked_fill(hidden, -torch.inf).to(q.dtype)
         # (1, n_head, N, T): the fused CPU kernel wants 4 dimensions
-        with sdpa_kernel(NO_PLANS):
+        with sdpa_kernel(SDPA_WITHOUT_CUDNN):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
 
     def scores(self, q, k):
@@ -210,8 +210,10 @@ def rope_scaling(
         "slow": partial(slow_down, original_len=original_len),
         "interpolate": interpolate,
     }
-    assert kind in scales, f"kind {kind!r} is none of {', '.join(scales)}"
-    assert factor >= 1, f"factor must be at least 1, not {factor}"
+    if kind not in scales:
+        raise PositionError(f"kind must be one of {', '.join(scales)}, not {kind}")
+    if not 1 <= factor < math.inf:
+        raise PositionError(f"factor must be a number from 1 on, not {factor}")
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
     scale = partial(scales[kind], factor=factor)
     return {"train_len": original_len, "scale": scale, "qk_factor": qk_factor}

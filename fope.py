@@ -16,7 +16,9 @@ An embedding is one nn.Module with three methods. The third is for readers and t
                                   # yet, before mask and softmax: the formula itself, slow
 
 To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
-into POSITION_EMBEDDINGS, as baselines.py does. What it does not take, it says by an assert.
+into POSITION_EMBEDDINGS, as baselines.py does. What it cannot do, it says by raising PositionError.
+An embedding that is added to the input x, as learned absolute positions are, has no place in this
+interface: it would be a line in GPT.forward.
 
 Section and equation numbers are those of FoPE's paper in its last version, arXiv 2412.17739.
 """
@@ -26,6 +28,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+class PositionError(ValueError):
+    """A value that an embedding does not take, or a text so long that it cannot read it."""
+
 
 # --- the rotation, as pure functions
 
@@ -71,10 +78,10 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
 
         cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
 
-    cos, sin (T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head, D,
-    K): the identity plus small random numbers, never trained. Returns two (n_head, T, n_pairs): K
-    pairs that turn, then those that stand still, with cosine 1 and sine sin_pad. With the identity
-    alone and sin_pad 0 it is RoPE whose slow pairs stand still.
+    cos, sin (.., T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head,
+    D, K): the identity plus small random numbers, never trained. Returns two (.., n_head, T,
+    n_pairs): first the K pairs that turn, then the pairs that stand still, with cosine 1 and sine
+    sin_pad. With the identity alone and sin_pad 0 it is RoPE whose slow pairs stand still.
     """
     # in fp64: the same on every device, rounded by no setting
     cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
@@ -150,7 +157,8 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, *, head_dim, n_head, train_len, theta=10000.0, window: int | None = None):
         super().__init__()
-        assert window is None or window > 0, f"window must be at least 1, not {window}"
+        if window is not None and window < 1:
+            raise PositionError(f"window must be at least 1, not {window}")
         self.head_dim, self.n_head, self.train_len, self.theta = head_dim, n_head, train_len, theta
         self.window = window
 
@@ -228,7 +236,8 @@ class RoPE(PositionEmbedding):
 
     def __init__(self, *, freqs: list | None = None, scale=None, qk_factor=1.0, **kwargs):
         super().__init__(**kwargs)
-        assert self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}: pairs turn"
+        if self.head_dim % 2:
+            raise PositionError(f"head_dim must be even, not {self.head_dim}: pairs turn")
         self.scale, self.qk_factor = scale, qk_factor
         freqs = rope_freqs(self.head_dim, self.theta) if freqs is None else torch.tensor(freqs)
         # not saved: the frequencies follow from the config
@@ -237,12 +246,13 @@ class RoPE(PositionEmbedding):
         self.register_load_state_dict_post_hook(RoPE.forget_tables)
 
     def scaled_freqs(self):
-        """The frequencies that are used."""
-        return self.freqs if self.scale is None else self.scale(self.freqs)
+        """The frequencies that pairs turn at, on the CPU."""
+        freqs = self.freqs.cpu()
+        return freqs if self.scale is None else self.scale(freqs)
 
     def make_tables(self, T):
         """cos and sin of positions 0 .. T-1, on the CPU: two (T, head_dim/2)."""
-        return rotation_tables(self.scaled_freqs().cpu(), T)
+        return rotation_tables(self.scaled_freqs(), T)
 
     def rotate(self, q, k):
         cos, sin = self.tables(q.size(-2))
@@ -277,104 +287,96 @@ class RoPE(PositionEmbedding):
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding: of the head_dim/2 pairs K turn, and follow fourier_tables over D
-    frequencies. These tables also stretch: a sum of waves leaves the unit circle.
+    Fourier Position Embedding. The D frequencies above the floor are kept. Of the head_dim/2 pairs
+    the first K follow a series over all D frequencies (fourier_tables). The others stand still.
 
-    The floor is that of the TRAINING length and stays when a longer text is read. floor=256 is the
-    floor of 256 tokens, floor=False keeps all frequencies. CF alone is sigma=0. FS alone is
-    floor=False, and needs a larger sigma for the same noise.
+    sigma: the size of the noise in the series. sigma=0 is the floor alone (CF).
+    floor: True is the floor of the training length, which stays when a longer text is read.
+        floor=256 is the floor of 256 tokens. floor=False keeps all frequencies: with sigma it is
+        the series alone (FS).
+    fourier_dim: the frequencies are those of RoPE for a head of this size, so there may be more of
+        them than pairs. By default it is head_dim.
+    variant: "released" is the authors' repository, which made the paper's numbers; "paper" is the
+        equations.
 
-    freqs (D,): the n_kept RoPE frequencies above the floor, largest first. n_freq asks for more, as
-    the paper's Table 3 does (D = 64) and its code does not: these are random, uniform in [0, pi].
-    cos_coef, sin_coef (n_table, D, K): weight 1 on a pair's own frequency, noise on all. Drawn once
-    from torch's global generator, for each table, for cos and for sin; never trained, but saved.
+                           "released"                            "paper"
+        K                  min(D, head_dim/4)                    D
+        noise              xavier normal, gain sigma             N(0, sigma^2)
+        std of the noise   sigma sqrt(2 / (K (D + n_head)))      sigma
+        weight 1           d = k s, s = ceil(D/K)                d = k
+        sin_pad            1                                     0
 
-    variant="paper" is the equations. "released" is the authors' repository, from which the paper's
-    numbers come.
+    cap: cap=False lifts the limit of head_dim/4 series. The limit hurts where D is larger: then s
+        is 2, and every second frequency has no pair of its own. A model that was trained with RoPE
+        needs cap=False, so that each frequency stays on the pair that has learned it.
+    sin_pad: the sine of the pairs that stand still. With 1 their share of q.k is doubled: the pair
+        is turned by 45 degrees and stretched by sqrt(2), in q and in k. Weights that were trained
+        with one value cannot be read with another.
 
-                        "released"                            "paper"
-        K               min(n_kept, head_dim/4)               n_kept
-        noise           xavier normal, gain sigma             N(0, sigma^2)
-        its real std    sigma sqrt(2 / (K (D + n_table)))     sigma
-        own weight 1    d = k s, s = ceil(n_kept/K)           d = k
-        sin_pad         1                                     0
+    The coefficients cos_coef and sin_coef, (n_head, D, K), are weight 1 as in the table, plus noise
+    on all. They are drawn once, from torch's global generator, and saved, but never trained.
 
-    The noise: sigma 0.3 is a real std of 0.022 in the released 60M model. The paper's text calls
-    sigma a variance.
-    sin_pad 1 turns the constant pairs by 45 degrees and stretches them by sqrt(2), q and k alike:
-    their term in q.k doubles. Weights trained with one sin_pad are read wrongly with another.
-    K under n_kept: s is 2, and the series after the last own weight are of noise alone, close to 0,
-    so that their pairs all but drop out of q.k. floor=False has no such limit. cap=False removes
-    it for a model trained with RoPE: each frequency stays on the pair that has learned it.
-    n_table: the number of tables, by default one a head. With fewer, n_head / n_table neighbouring
-    heads share one, as the queries of a key head do in a grouped model.
-
-    The equations' logit is one series in i - j. Code turns q and k each, so the logit is a product
-    of two series and, with noise, depends on i and j.
+    Two differences between the paper's words and what runs. The paper calls sigma a variance; it is
+    used as a standard deviation. And Eq. 11-13 put one series on the logit, as a function of i - j;
+    code that turns q and k makes a product of two series, which depends on i and j.
     """
 
     def __init__(
         self,
         *,
         sigma: float = 0.3,
-        n_freq: int | None = None,
-        variant: str = "released",
         floor: bool | int = True,
+        fourier_dim: int | None = None,
+        variant: str = "released",
         cap: bool = True,
         sin_pad: float | None = None,
-        n_table: int | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
-        assert variant in ("released", "paper"), f"variant {variant!r} is none of released, paper"
-        assert sigma >= 0, f"sigma must not be negative, as {sigma} is"
+        if variant not in ("released", "paper"):
+            raise PositionError(f"variant must be released or paper, not {variant}")
+        if not 0 <= sigma < math.inf:
+            raise PositionError(f"sigma must be a number from 0 on, not {sigma}")
+        if floor < 0:
+            raise PositionError(f"floor must be a number of tokens, not {floor}")
+        if fourier_dim is not None and not fourier_dim >= self.head_dim:
+            raise PositionError(f"fourier_dim must be at least head_dim, not {fourier_dim}")
         floor_len = self.train_len if floor is True else floor
-        kept = above_floor(self.freqs, floor_len) if floor_len else self.freqs
-        D = len(kept) if n_freq is None else n_freq
-        K = len(kept)
+        freqs = rope_freqs(fourier_dim, self.theta) if fourier_dim else self.freqs
+        kept = above_floor(freqs, floor_len) if floor_len else freqs
+        D = K = len(kept)
         if variant == "released" and floor and cap:
-            K = min(K, self.head_dim // 4)
-        assert K > 0, f"no frequency of head_dim {self.head_dim} passes the floor of {floor_len}"
-        assert len(kept) <= D, f"n_freq is {D}, but {len(kept)} frequencies are kept"
-        self.sigma, self.variant, self.n_kept = sigma, variant, len(kept)
+            K = min(D, self.head_dim // 4)
+        K = min(K, self.head_dim // 2)
+        if K == 0:
+            raise PositionError(
+                f"no frequency of head_dim {self.head_dim} passes the floor of {floor_len}"
+            )
+        self.sigma, self.variant = sigma, variant
         self.sin_pad = float(variant == "released") if sin_pad is None else sin_pad
-        self.n_table = n_table or self.n_head
-        assert self.n_head % self.n_table == 0, f"n_table {n_table} must divide {self.n_head} heads"
-        # (D,) instead of RoPE's, and saved, since some are random
-        self.register_buffer("freqs", torch.cat((kept, torch.rand(D - len(kept)) * math.pi)))
+        self.register_buffer("freqs", kept)  # (D,) instead of RoPE's, saved with their coefficients
         self.register_buffer("sin_coef", self.identity(D, K) + self.draw_noise(D, K))
         self.register_buffer("cos_coef", self.identity(D, K) + self.draw_noise(D, K))
 
     def identity(self, D, K):
         """Weight 1 where the table above says: (D, K)."""
-        stride = math.ceil(self.n_kept / K)  # over 1 there may be fewer than K of them
-        d = torch.arange(0, self.n_kept, stride)[:K]
+        d = torch.arange(0, D, math.ceil(D / K))  # over a step of 1 there may be fewer than K
         identity = torch.zeros(D, K)
         identity[d, torch.arange(len(d))] = 1.0
         return identity
 
     def draw_noise(self, D, K):
-        """Noise of the size that the table above says, anew at every call: (n_table, D, K)."""
-        noise = torch.empty(self.n_table, D, K)
+        """Noise of the size that the table above says, drawn at every call: (n_head, D, K)."""
+        noise = torch.empty(self.n_head, D, K)
         if self.variant == "paper":
             return nn.init.normal_(noise, std=self.sigma)
-        # in three dimensions xavier counts D K as fan-in and n_table K as fan-out, as if for a
-        # convolution
+        # xavier takes a tensor of three dimensions for a convolution: fans D K and n_head K
         return nn.init.xavier_normal_(noise, gain=self.sigma)
 
     def make_tables(self, T):
-        return self.series(*super().make_tables(T))
-
-    def series(self, cos, sin):
-        """fourier_tables of cosines and sines (.., T, D)."""
-        coef = self.cos_coef.to(cos.device), self.sin_coef.to(cos.device)
-        return fourier_tables(cos, sin, *coef, self.head_dim // 2, self.sin_pad)
-
-    def rotate(self, q, k):
-        cos, sin = (table[:, None] for table in self.tables(q.size(-2)))
-        q, k = (x.unflatten(1, (self.n_table, -1)) for x in (q, k))  # heads that share a table
-        q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
-        return q.flatten(1, 2), k.flatten(1, 2)
+        """cos and sin of positions 0 .. T-1, on the CPU: two (n_head, T, head_dim/2)."""
+        coefs = self.cos_coef.cpu(), self.sin_coef.cpu()
+        return fourier_tables(*super().make_tables(T), *coefs, self.head_dim // 2, self.sin_pad)
 
 
 # baselines.py, which model.py imports, adds the others

@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from checkpoint import inherit
 from common import Refused
-from fope import ALiBi, FoPE, RoPE, apply_rotation
+from fope import ALiBi, FoPE, RoPE, apply_rotation, fourier_tables
 from model import GPTConfig, make_pos
 from recipe import check_pos
 
@@ -55,12 +55,14 @@ class LayerPosition(nn.Module):
             return pos.with_bias(q, k, v, positions[:, None])
         if not isinstance(pos, RoPE):
             return q, k, v
-        angles = positions[:, None, :, None].float() * pos.scaled_freqs()  # (B, 1, T, D)
+        freqs = pos.scaled_freqs().to(pos.freqs.device)
+        angles = positions[:, None, :, None].float() * freqs  # (B, 1, T, D)
         if angles.device.type == "mps":  # which has no fp64
             angles = angles.cpu()
         cos, sin = angles.cos(), angles.sin()
-        if isinstance(pos, FoPE):
-            cos, sin = pos.series(cos, sin)  # (B, n_table, T, head_dim/2)
+        if isinstance(pos, FoPE):  # two (B, n_table, T, head_dim/2)
+            coefs = pos.cos_coef.to(cos.device), pos.sin_coef.to(cos.device)
+            cos, sin = fourier_tables(cos, sin, *coefs, pos.head_dim // 2, pos.sin_pad)
         cos, sin = (table[:, :, None].to(q.device) * pos.qk_factor for table in (cos, sin))
         q, k = (x.unflatten(1, (cos.size(1), -1)) for x in (q, k))  # heads that share a table
         q, k = apply_rotation(q, cos, sin), apply_rotation(k, cos, sin)
@@ -164,6 +166,10 @@ def our_config(config, swap):
         with torch.device("cpu"):
             freqs, _ = ROPE_INIT_FUNCTIONS[kind](plain)
         swap = swap | {"pos_args": swap["pos_args"] | {"freqs": freqs.tolist()}}
+    if swap["pos_args"].get("window"):
+        raise Refused("a swapped model attends by the library's functions, which know no window")
+    if swap["pos"] == "fope":
+        swap = swap | {"pos": "hf.grouped.GroupedFoPE"}
     return GPTConfig(theta=config.rope_parameters["rope_theta"], **shape, **swap)
 
 
@@ -213,8 +219,6 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
         raise Refused(f"the model's RoPE is scaled ({kind}): rope_scaling would be the second")
     if pos not in EMBEDDINGS:
         raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
-    if pos_args.get("window"):
-        raise Refused("a swapped model attends by the library's functions, which know no window")
     old = getattr(config, "swap", None) or {"pos": "", "qk_norm": False}
     if old["pos"] == pos:  # what was given to it stays
         pos_args, rope_scaling = old["pos_args"] | pos_args, rope_scaling or old["rope_scaling"]

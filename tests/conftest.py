@@ -147,9 +147,11 @@ def draw_qkv(T, head_dim=16, n_head=2, seed=1):
 
 
 def softmax_attention(pos, q, k, v):
-    """Causal attention by the formula: the softmax of all logits at once."""
-    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).tril()
-    return pos.scores(q, k).masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
+    """Attention by the formula: the softmax of all logits at once, of what a query may see."""
+    t = torch.arange(q.size(-2), device=q.device)
+    distance = t[:, None] - t
+    visible = (distance >= 0) & (distance < (pos.window or torch.inf))
+    return pos.scores(q, k).masked_fill(~visible, -torch.inf).softmax(dim=-1) @ v
 
 
 # -----------------------------------------------------------------------------

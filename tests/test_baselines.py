@@ -7,7 +7,7 @@ import torch
 from conftest import draw_qkv, make_embedding, softmax_attention
 
 import baselines
-from baselines import POSITION_EMBEDDINGS, rope_scaling, yarn
+from baselines import POSITION_EMBEDDINGS, ntk, rope_scaling, slow_down, yarn
 from checkpoint import inherit
 from fope import RoPE, rope_freqs
 
@@ -103,7 +103,7 @@ def test_yarn_frequencies(factor, theta, ends):
     torch.testing.assert_close(yarn(freqs, factor, 512, 64, theta), expected, **exact)
     scaling = rope_scaling(factor=factor, original_len=512, head_dim=64, theta=theta)
     pos = RoPE(head_dim=64, n_head=2, theta=theta, **scaling)
-    torch.testing.assert_close(pos.scale(pos.freqs), expected, **exact)
+    torch.testing.assert_close(pos.scaled_freqs(), expected, **exact)
     torch.testing.assert_close(pos.make_tables(2)[1][1], expected.sin(), **exact)
     assert pos.train_len == 512 and pos.qk_factor == 1.0
 
@@ -126,6 +126,22 @@ def test_position_interpolation_is_rope_at_a_fraction_of_the_position():
     expected = make_embedding("rope").make_tables(26)
     torch.testing.assert_close(cos[::4], expected[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(sin[::4], expected[1], atol=1e-5, rtol=0)
+
+
+def test_ntk_is_rope_with_a_larger_theta():
+    """Of Llama's kind: the slowest pair is divided by the factor, the fastest stays."""
+    freqs = ntk(rope_freqs(64, 500.0), 8.0, head_dim=64, theta=500.0)
+    torch.testing.assert_close(freqs, rope_freqs(64, 500.0 * 8 ** (64 / 62)), atol=0, rtol=1e-5)
+    torch.testing.assert_close(
+        freqs[[0, -1]], rope_freqs(64, 500.0)[[0, -1]] / torch.tensor([1, 8])
+    )
+
+
+def test_slow_pairs_alone_are_slowed_down():
+    freqs = rope_freqs(64)
+    ratio = slow_down(freqs, 4.0, 512) / freqs
+    assert torch.equal(ratio, torch.where(freqs * 512 < 2 * math.pi, 0.25, 1.0))
+    assert (ratio == 1).sum() == 16
 
 
 @pytest.mark.parametrize("name", ["rope", "fope"])

@@ -24,11 +24,15 @@ from fope import (
     rope_freqs,
     rotation_tables,
 )
+from hf.grouped import GroupedFoPE
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_len": 40, "temperature": True}
 VARIANTS = [
     ("fope", {"variant": "paper"}),
-    ("fope", {"n_freq": 12}),
+    ("fope", {"fourier_dim": 48}),
+    ("fope", {"window": 23}),
+    ("alibi", {"window": 40}),
+    ("kerple", {"window": 150}),
     ("fope", {"floor": False}),
     ("fope", {"floor": 80}),
     ("fope", {"scaling": YARN}),
@@ -155,11 +159,13 @@ def fope_by_hand(pos, x, t, h, sin_pad):
     return torch.tensor(y)
 
 
-PAPER_MORE = {"variant": "paper", "n_freq": 20, "sigma": 0.5}
+PAPER_MORE = {"variant": "paper", "fourier_dim": 32, "sigma": 0.5}
 PADDED = [{"sin_pad": 0.0}, {"variant": "paper", "sin_pad": 1.0}, {"sin_pad": 0.25}]
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"n_freq": 9}, PAPER_MORE, *PADDED])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"variant": "paper"}, {"fourier_dim": 64}, PAPER_MORE, *PADDED]
+)
 def test_fope_is_a_fourier_series_per_dimension(kwargs):
     pos, (q, k, _) = make_embedding(**kwargs), draw_qkv(100)
     sin_pad = kwargs.get("sin_pad", 0.0 if kwargs.get("variant") == "paper" else 1.0)
@@ -170,9 +176,11 @@ def test_fope_is_a_fourier_series_per_dimension(kwargs):
 
 
 @pytest.mark.parametrize("n_table", [1, 2, 6])
-def test_neighbouring_heads_share_a_table(n_table):
-    """As the queries of a key head do in a grouped model, whose keys are turned once for all."""
-    pos, (q, k, _) = make_embedding(n_head=6, n_table=n_table), draw_qkv(100, n_head=6)
+def test_neighbouring_heads_of_a_grouped_model_share_a_table(n_table):
+    """The queries of a key head share one, and its keys are turned once for all of them."""
+    torch.manual_seed(0)
+    pos = GroupedFoPE(**SHAPE | {"n_head": 6}, n_table=n_table)
+    q, k, _ = draw_qkv(100, n_head=6)
     assert len(pos.cos_coef) == len(pos.make_tables(9)[0]) == n_table
     rotated = pos.rotate(q, k)[1]
     for t, h in [(0, 0), (1, 1), (39, 2), (99, 5)]:
@@ -200,6 +208,14 @@ def test_floor_keeps_exactly_the_frequencies_that_complete_a_cycle(train_len):
     pos = FoPE(head_dim=64, n_head=2, train_len=train_len, variant="paper")
     assert pos.freqs.tolist() == expected
     assert pos.cos_coef.shape == (2, len(expected), len(expected))
+
+
+def test_frequencies_of_a_larger_head_are_a_denser_grid():
+    """The authors' fourier_dim=128 for heads of 64 at 512: 31 frequencies, 16 series, s = 2."""
+    pos = FoPE(head_dim=64, n_head=8, train_len=512, fourier_dim=128, sigma=0.0)
+    assert torch.equal(pos.freqs, above_floor(rope_freqs(128), 512)) and len(pos.freqs) == 31
+    assert pos.cos_coef.shape == (8, 31, 16) and (pos.cos_coef.sum(dim=1) == 1).all()
+    assert (pos.cos_coef[0].argmax(dim=0) == 2 * torch.arange(16)).all()
 
 
 def test_tables_are_made_in_full_precision_under_autocast():
@@ -272,7 +288,10 @@ def test_floor_of_another_length():
 
 def test_coefficients_are_frozen_and_saved():
     """The tables are no buffers: DDP would copy them from another process, with its length."""
-    pos, rope = make_embedding(n_freq=12), make_embedding("rope")  # RoPE's follow from the config
+    pos, rope = (
+        make_embedding(fourier_dim=48),
+        make_embedding("rope"),
+    )  # RoPE's follow from the config
     for used in (pos, rope):
         used.rotate(*draw_qkv(9)[:2])
     assert not list(pos.parameters()) and not any(b.requires_grad for b in pos.buffers())
@@ -344,17 +363,15 @@ def test_cached_tables_follow_their_coefficients():
 # --- another embedding for trained weights
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"n_freq": 30}])
+@pytest.mark.parametrize("kwargs", [{}, {"variant": "paper"}, {"cap": False}])
 def test_fope_at_twice_the_length_keeps_the_coefficients_of_its_frequencies(kwargs):
     old = make_embedding(head_dim=64, train_len=512, **kwargs)
     torch.manual_seed(5)
     new = FoPE(head_dim=64, n_head=2, train_len=1024, **kwargs)
-    assert (old.n_kept, new.n_kept) == (16, 18)
+    assert (len(old.freqs), len(new.freqs)) == (16, 18)
     inherit(new, old)
     assert torch.equal(new.freqs[:16], old.freqs[:16])
     assert torch.equal(new.freqs[:18], rope_freqs(64)[:18])
-    if kwargs.get("n_freq"):
-        assert torch.equal(new.freqs[18:], old.freqs[16:28])
     K = min(new.cos_coef.size(2), old.cos_coef.size(2))
     for a, b in ((new.sin_coef, old.sin_coef), (new.cos_coef, old.cos_coef)):
         assert torch.equal(a[:, :16, :K], b[:, :16, :K])
@@ -371,7 +388,7 @@ def test_fope_keeps_its_own_draws_where_nothing_was_drawn_before():
     assert torch.equal(pos.cos_coef, before)
 
 
-@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}, {"n_table": 1}])
+@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}, {"n_head": 1}])
 def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
     (value,) = change.values()
     with pytest.raises(Refused, match=f"with .*{value}"):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT
 
 from fope import FoPE
+from hf.grouped import GroupedFoPE
 from model import GPT, GPTConfig
 
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -42,9 +44,10 @@ FORMULAS = {
 
 
 def keywords_of_the_page():
-    """{implementation: the keywords of FoPE in its row of the page's table}."""
+    """{implementation: the class and its keywords, in its row of the page's table}."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    return {row[0]: eval(row[-1].strip("`"), {"FoPE": dict}) for row in rows if "FoPE(" in row[-1]}
+    classes = {cls.__name__: partial(partial, cls) for cls in (FoPE, GroupedFoPE)}
+    return {row[0]: eval(row[-1].strip("`"), classes) for row in rows if "FoPE(" in row[-1]}
 
 
 def kept_frequencies(shape, strict):
@@ -108,18 +111,18 @@ def draw_q_and_k(how):
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_the_pages_keywords_give_what_the_formula_gives(name):
-    how, keywords = FORMULAS[name], keywords_of_the_page()[name]
+    how, make_fope = FORMULAS[name], keywords_of_the_page()[name]
     q, k = draw_q_and_k(how)
     torch.manual_seed(0)
     expected = logits_by_formula(how, q, k)
     torch.manual_seed(0)
-    pos = FoPE(**how["shape"], n_head=N_HEAD, **keywords)
+    pos = make_fope(**how["shape"], n_head=N_HEAD)
     if how.get("column_sums"):  # no keyword: to be set, with the other sense of rotation
         pos.cos_coef /= pos.cos_coef.sum(dim=-2, keepdim=True)
         pos.sin_coef /= -pos.sin_coef.sum(dim=-2, keepdim=True)
     np.testing.assert_allclose(our_logits(pos, q, k), expected, atol=1e-5)
     if how["shape"] is INTERN:
-        assert pos.n_kept == 45 and pos.cos_coef.shape == (N_KEY_HEAD, 45, 45)
+        assert pos.cos_coef.shape == (N_KEY_HEAD, 45, 45)
 
 
 def test_the_page_and_this_test_have_the_same_implementations():
@@ -138,7 +141,7 @@ def test_a_floor_keeps_as_many_as_num_inv_freq():
 
 def intern(sin_pad):
     torch.manual_seed(0)
-    return FoPE(**INTERN, n_head=N_HEAD, n_table=N_KEY_HEAD, cap=False, sin_pad=sin_pad)
+    return GroupedFoPE(**INTERN, n_head=N_HEAD, n_table=N_KEY_HEAD, cap=False, sin_pad=sin_pad)
 
 
 def test_reading_with_0_halves_the_term_of_the_constant_pairs():

@@ -123,7 +123,7 @@ def test_its_mathematics_is_that_of_fope(page, setting):
     agree(rope.freqs, theirs["rope"]["freqs"])
     agree(fope.freqs, told["freqs"])
     D, K = fope.cos_coef.shape[1:]
-    own = [d if d < D else -1 for d in torch.arange(K).mul(-(-fope.n_kept // K)).tolist()]
+    own = [d if d < D else -1 for d in torch.arange(K).mul(-(-D // K)).tolist()]
     assert (told["K"], told["own"]) == (K, own)
     identity = fope.identity(D, K)
     noise = torch.cat([torch.tensor(told[name]) - identity for name in ("cos_coef", "sin_coef")])
