@@ -79,7 +79,7 @@ def changes_of(figure, model, kind, seed, args):
         batch_size=SIZES[args.size].continued_batch,
         tokens=int(base.tokens * figure.share),
     )
-    return changes, start.going_on(**changes)
+    return changes, start.continued(**changes)
 
 
 def train_command(changes, recipe, run, args):
@@ -199,8 +199,8 @@ def compare_named(folder):
         beside = {figure: FIGURES[figure].beside for figure, *_ in named}
         try:
             rows = compare(named, seeds, folder, beside)
-        except Refused as e:  # the others can be tested all the same
-            print(f"{name}: {e}")
+        except Refused as e:  # the other comparisons can be tested all the same
+            print(f"{name}: {e}", file=sys.stderr)
             continue
         common.write_json(folder / f"{name}.json", rows)
         print(tables.primary_table(rows))

@@ -179,7 +179,7 @@ CONTINUED = (
     goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
-DS = [fope(f"D{n}", f"D = {n}K", n_freq=lambda r, n=n: n * n_kept(r)) for n in (2, 4, 8)]
+DS = [fope("D128", "D = 128", fourier_dim=lambda recipe: 2 * recipe.head_dim)]
 EQUATIONS = [
     fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
 ]
@@ -198,7 +198,6 @@ LADDER = (
     *plain("rope_taper"),
     *map(floor_at, (128, 2048)),
     *(fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.6)),
-    fope("D64", "D = 64", n_freq=64),
     cycles(0.5, 192),
     cycles(2, 46),
     cycles(4, 22),

@@ -239,7 +239,7 @@ def compare(named, seeds, folder, beside):
     rows = []
     for figure, kind, name, label, to, multiple in named:
         paths = [Path(folder) / f"{one}.json" for one in (figure, *beside[figure])]
-        by_label = load_results(paths).get(kind, {})
+        by_label = load_results([path for path in paths if path.exists()]).get(kind, {})
         pairs = [[r for r in by_label.get(la, ()) if seed_of(r) in seeds] for la in (label, to)]
         if not all(len(results) == len(seeds) for results in pairs):
             what = f"{folder} has not all of the {len(seeds)} seeds of {label} and {to}"
