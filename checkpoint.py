@@ -1,13 +1,13 @@
 """
-A run on disk: a folder with checkpoint.pt (weights, optimizer, step, log, and what run it is), for
-people config.json and log.jsonl, which repeat what it says, and the tokenizer.
+A run on disk, and what fits what: a folder with checkpoint.pt, which holds the weights, the
+optimizer, the step, the log and the recipe. For people config.json and log.jsonl repeat what it
+says. A copy of the tokenizer lies beside them.
 """
 
 import json
 import os
 import shlex
 import signal
-import sys
 import zipfile
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -20,7 +20,7 @@ from common import Refused, make_folder, write_atomically, write_json
 from data import TokenData
 from fope import FoPE
 from model import GPT
-from recipe import MAY_CHANGE, RECIPES, Recipe, check_pos
+from recipe import MAY_CHANGE, Recipe, check_pos
 
 
 def save_checkpoint(folder, model, about=None, **state):
@@ -62,120 +62,63 @@ def load_checkpoint(folder, device="cpu"):
     except Refused as e:
         raise Refused(f"{path}: {e}") from None
     except (TypeError, RuntimeError) as e:
-        what = f"does not fit this code, which may have changed since {about.get('commit')}"
-        raise Refused(f"{path} {what}: {' '.join(str(e).split())}") from None
+        reason = " ".join(str(e).split())
+        raise Refused(
+            f"{path} does not fit this code, which may have changed since {about.get('commit')}: "
+            f"{reason}"
+        ) from None
     return model.to(device), about, state
 
 
-# --- a run of train.py
+# --- the folder of a run while train.py writes to it
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1 is Slurm's warning
 
 
 @contextmanager
-def open_run(folder, given, resume, device):
+def open_run(folder):
     """
-    The Run in a folder. Within it no other process writes there, and Ctrl-C, SIGTERM and the SIGHUP
-    of a lost connection only set run.signum. At the end it says what to type next.
+    A Run, to whose folder no other process can write. A signal that asks to stop, among them the
+    SIGHUP of a lost connection, only sets run.signum.
     """
     make_folder(folder)
     with common.lock(folder) if common.rank() == 0 else nullcontext():
-        run = Run(Path(folder), given, resume, device)
+        run = Run(folder)
 
         def note(signum, frame):
             run.signum = signum
 
-        stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
-            stops.pop()
-        before = {s: signal.signal(s, note) for s in stops}
+        # nohup ignores SIGHUP, and so do we then
+        stops = [s for s in STOPS if s == signal.SIGINT or signal.getsignal(s) != signal.SIG_IGN]
+        handlers = {s: signal.signal(s, note) for s in stops}
         try:
             yield run
         finally:
-            for s, handler in before.items():
+            for s, handler in handlers.items():
                 signal.signal(s, handler)
-    run.end()
 
 
 class Run:
     """
-    A run of train.py: its recipe; data, that of training; model, on the device; step.
-
-    given: the fields of the recipe that were given as flags. Refused where they do not fit what the
-    folder holds, and where it holds something else.
+    The folder of a run. about: what the run has read and where it began, as json. log: its lines.
+    signum: the number of a signal that asks to stop, or 0.
     """
 
-    def __init__(self, folder, given, resume, device):
-        self.folder, self.step, self.log, self.signum, self.saved = folder, 0, [], 0, None
-        if not (folder / "checkpoint.pt").exists():
-            self.begin(given, resume, device)
-        elif resume:
-            self.go_on(given, device)
-        else:
-            raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
+    def __init__(self, folder):
+        self.folder, self.about, self.log, self.signum = Path(folder), {}, [], 0
 
-    def begin(self, given, resume, device):
-        """With new weights, or with those of another run, its embedding exchanged."""
-        for name in ("meta.json", "progress.json", "config.json"):  # of data, of another's model
-            if (self.folder / name).exists():
-                raise Refused(f"{self.folder} has a {name} and no run; choose another --out")
-        if resume and not given:
-            raise Refused(f"there is no run in {self.folder}; with its flags --resume starts it")
-        if start := given.get("init_from"):
-            start, _, _ = load_checkpoint(start)
-            recipe = start.config.going_on(**given)
-        else:
-            recipe = RECIPES[given.get("preset", "tiny")].changed(**given)
-        self.read_data(recipe, start)
-        self.about = self.what_is_read() | common.provenance(device)
-        self.model = with_pos(start, self.recipe) if start else GPT(self.recipe)
-        self.model.to(device)
-
-    def go_on(self, given, device):
-        """As it was saved, but for what a resumed run may change."""
-        self.model, self.about, self.saved = load_checkpoint(self.folder, device)
-        self.step, self.log = self.saved["step"], self.saved["log"]
-        started = self.model.config
-        if "rope_scaling" in given:
-            given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
-        recipe = started.changed(**given)
-        for name, was in asdict(started).items():
-            now = getattr(recipe, name)
-            if now != was and name not in MAY_CHANGE:
-                raise Refused(f"{self.folder} was started with --{name} {was}, not {now}")
-        self.read_data(recipe, self.model)
-        if self.about | self.what_is_read() != self.about:
-            raise Refused(f"{recipe.data} has other data than {self.folder} was started with")
-        self.model.config = self.recipe
-        if (was := self.about["commit"]) != (now := common.git_commit()):
-            print(f"note: {self.folder} was started at commit {was}, this is {now}")
-
-    def read_data(self, recipe, trained):
-        """The data, which say what the tokens are; of trained weights they must be the same."""
-        recipe = recipe.check().resolved()
-        if recipe.rope_scaling and "factor" not in recipe.rope_scaling:
-            raise Refused("--rope_scaling needs a factor in training; in an evaluation it need not")
-        self.data = TokenData(recipe.data, "train")
-        tokens = dict(tokenizer=self.data.tokenizer_id, vocab_size=self.data.meta["vocab_size"])
-        if trained and recipe.tokenizer != tokens["tokenizer"]:
-            both = f"the weights are of {recipe.tokenizer}, the data of {tokens['tokenizer']}"
-            raise Refused(f"{recipe.data} has another tokenizer: {both}")
-        self.recipe = replace(recipe, **tokens)
-
-    def what_is_read(self):
-        """What must stay the same for a step's batch to stay the same."""
-        n_windows = (len(self.data) - 1) // self.recipe.train_len
-        return {"data_sha256": self.data.sha256(), "n_windows": n_windows}
-
-    def restore(self, optimizer):
-        """Give it the state that was saved, if any, and log.jsonl its lines up to that step."""
-        if self.saved:
-            optimizer.load_state_dict(self.saved["optimizer"])
-            self.saved = None  # or its memory would stay
-        if common.rank() == 0:
-            log = "".join(json.dumps(line) + "\n" for line in self.log).encode()
-            write_atomically(self.folder / "log.jsonl", lambda f: f.write(log))
-            if (tokenizer := self.data.folder / "tokenizer.tiktoken").exists():
-                ranks = tokenizer.read_bytes()  # to be read without its data
-                write_atomically(self.folder / tokenizer.name, lambda f: f.write(ranks))
+    def start_log(self, data):
+        """
+        Write log.jsonl, in which a killed run may have left more than was saved; and a copy of the
+        data's tokenizer, so that the run can be read without its data.
+        """
+        if common.rank() > 0:
+            return
+        lines = "".join(json.dumps(line) + "\n" for line in self.log).encode()
+        write_atomically(self.folder / "log.jsonl", lambda f: f.write(lines))
+        if (tokenizer := data.folder / "tokenizer.tiktoken").exists():
+            ranks = tokenizer.read_bytes()
+            write_atomically(self.folder / tokenizer.name, lambda f: f.write(ranks))
 
     def write_log(self, line):
         self.log.append(line)
@@ -183,24 +126,84 @@ class Run:
             with open(self.folder / "log.jsonl", "a") as f:
                 f.write(json.dumps(line) + "\n")
 
-    def save(self, optimizer, step):
-        self.step = step
-        if not all(p.isfinite().all() for p in self.model.parameters()):
+    def save(self, model, optimizer, step):
+        if not all(p.isfinite().all() for p in model.parameters()):
             raise Refused(f"the weights of step {step:,} are not finite; try a smaller --lr")
         if common.rank() == 0:
             state = dict(optimizer=optimizer.state_dict(), step=step, log=self.log)
-            save_checkpoint(self.folder, self.model, self.about, **state)
+            save_checkpoint(self.folder, model, self.about, **state)
 
-    def end(self):
-        """Say what to type next."""
-        next_one, n_steps = ["train.py", "--resume", "--out"], self.recipe.n_steps
-        if self.step == n_steps:
-            next_one = ["eval_passkey.py" if self.recipe.task_share == 1 else "eval_perplexity.py"]
-        next_one[0] = os.path.relpath(common.ROOT / next_one[0])  # from where it is printed
-        words = shlex.join(["python", *next_one, str(self.folder)])
-        print(f"step {self.step:,} of {n_steps:,} is saved; now: {words}")
-        if self.signum:
-            sys.exit(128 + self.signum)
+
+def next_command(run, recipe, step):
+    """What to type after step `step` of a run: a line for the shell."""
+    script, flags = "train.py", ["--resume", "--out"]
+    if step == recipe.n_steps:
+        script = "eval_passkey.py" if recipe.task_share == 1 else "eval_perplexity.py"
+        flags = []
+    script = os.path.relpath(common.ROOT / script)  # as seen from where the line is printed
+    return shlex.join(["python", script, *flags, str(run.folder)])
+
+
+# --- what fits what
+
+
+def holds_a_run(folder, given, resume):
+    """
+    Whether a folder holds a run, which is to be resumed. Refused where it holds one that is not,
+    where it holds something else, and where there is neither a run nor a flag to start one.
+    """
+    if (folder / "checkpoint.pt").exists():
+        if not resume:
+            raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
+        return True
+    for name in ("meta.json", "progress.json", "config.json"):  # of data, of another's model
+        if (folder / name).exists():
+            raise Refused(f"{folder} has a {name} and no run; choose another --out")
+    if resume and not given:
+        raise Refused(f"there is no run in {folder}; with its flags --resume starts it")
+    return False
+
+
+def resumed_recipe(folder, started, given):
+    """The recipe that a run was started with, `started`, with the flags that may change."""
+    if "rope_scaling" in given:
+        given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
+    recipe = started.changed(**given)
+    for name, old in asdict(started).items():
+        new = getattr(recipe, name)
+        if new != old and name not in MAY_CHANGE:
+            raise Refused(f"{folder} was started with --{name} {old}, not {new}")
+    return recipe
+
+
+def open_data(recipe, trained=None):
+    """
+    The recipe with the tokenizer and the vocabulary of its data, and these TokenData. trained: the
+    recipe of weights that exist; Refused where their tokens are not those of the data.
+    """
+    recipe = recipe.check().resolved()
+    if recipe.rope_scaling and "factor" not in recipe.rope_scaling:
+        raise Refused("--rope_scaling needs a factor in training; in an evaluation it need not")
+    data = TokenData(recipe.data, "train")
+    if trained and trained.tokenizer != data.tokenizer_id:
+        which = f"the weights are of {trained.tokenizer}, the data of {data.tokenizer_id}"
+        raise Refused(f"{recipe.data} has another tokenizer: {which}")
+    recipe = replace(recipe, tokenizer=data.tokenizer_id, vocab_size=data.meta["vocab_size"])
+    return recipe, data
+
+
+def data_fingerprint(data, recipe):
+    """What must stay the same for the batch of a step to stay the same."""
+    n_windows = (len(data) - 1) // recipe.train_len
+    return {"data_sha256": data.sha256(), "n_windows": n_windows}
+
+
+def check_same_data(run, recipe, data):
+    """Refuse to resume on other data. Where the code has changed since, say so."""
+    if run.about | data_fingerprint(data, recipe) != run.about:
+        raise Refused(f"{recipe.data} has other data than {run.folder} was started with")
+    if (started := run.about["commit"]) != (commit := common.git_commit()):
+        print(f"note: {run.folder} was started at commit {started}, this is {commit}")
 
 
 # --- another embedding for trained weights
@@ -234,22 +237,20 @@ def inherit(new, old):
         new.load_state_dict(old.state_dict())
     if not isinstance(new, FoPE) or not isinstance(old, FoPE):
         return  # nothing was drawn for it: its own draws stay
-    D, K = new.cos_coef.shape[1:]
-    old_D, old_K = old.cos_coef.shape[1:]
-    now, was = (f"{p.n_table} tables, sigma {p.sigma}, {p.variant}" for p in (new, old))
-    same = now == was or ((old_D, old_K) != (D, K) and new.n_table == old.n_table)
-    if not same or type(new) is not type(old):
-        raise Refused(f"FoPE's coefficients were drawn with {was}: they cannot go on with {now}")
-    # the rows (frequencies) that both have: first the kept ones, then the random ones
-    n, n_random = min(new.n_kept, old.n_kept), min(D - new.n_kept, old_D - old.n_kept)
-    rows, old_rows = ([*range(n), *range(p.n_kept, p.n_kept + n_random)] for p in (new, old))
-    new.freqs[rows] = old.freqs[old_rows]
-    # the columns (series): weight 1 at d = k for new ones, the old coefficients for old ones
-    both_K = min(K, old_K)
+    (n_table, D, K), (old_n_table, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
+    drawn, old_drawn = (
+        f"{len(pos.cos_coef)} tables, sigma {pos.sigma}, {pos.variant}" for pos in (new, old)
+    )
+    fits = drawn == old_drawn or ((old_D, old_K) != (D, K) and n_table == old_n_table)
+    if not fits or type(new) is not type(old):
+        raise Refused(f"FoPE's coefficients were drawn with {old_drawn}, not with {drawn}")
+    # the rows are frequencies, of which both have the fastest; the columns are series
+    n_both, both_K = min(D, old_D), min(K, old_K)
+    new.freqs[:n_both] = old.freqs[:n_both]
     added = range(both_K, K)
     for name in ("cos_coef", "sin_coef"):
         coef, old_coef = getattr(new, name), getattr(old, name)
         coef -= new.identity(D, K)
         coef[:, added, added] += 1.0
-        coef[:, rows, :both_K] = old_coef[:, old_rows, :both_K]
+        coef[:, :n_both, :both_K] = old_coef[:, :n_both, :both_K]
     new.forget_tables()

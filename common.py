@@ -70,7 +70,14 @@ def is_out_of_memory(e):
 
 
 class Bar(tqdm):
-    """A progress bar, which ends no run where its log is on a full disk, or closed."""
+    """
+    A progress bar. Without a terminal it is printed every ten seconds. It ends no run where its log
+    is on a full disk, or closed.
+    """
+
+    def __init__(self, *args, **kwargs):
+        at_terminal = sys.stderr is not None and sys.stderr.isatty()
+        super().__init__(*args, **{"mininterval": 0.1 if at_terminal else 10} | kwargs)
 
     def display(self, *args, **kwargs):
         with suppress(OSError, ValueError):

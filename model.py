@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from baselines import NO_PLANS, rope_scaling
+from baselines import SDPA_WITHOUT_CUDNN, rope_scaling
 from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
 
 # --- what a model is
@@ -26,25 +26,26 @@ from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
 
 def option(default, meaning=""):
     """A dataclass field: its default, and what it means, for --help."""
-    how = dict(default_factory=dict) if default == {} else dict(default=default)
-    return field(**how, metadata={"help": meaning})
+    if default == {}:
+        return field(default_factory=dict, metadata={"help": meaning})
+    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass
 class GPTConfig:
-    pos: str = option("fope", "the position embedding, or one of your own, as mine.Class")
-    pos_args: dict = option({}, "its keywords, such as variant=paper sigma=0.4")
-    rope_scaling: dict | None = option(None, "slower frequencies, such as kind=yarn factor=16")
-    train_len: int = option(512, "tokens of a training sequence")
+    pos: str = option("fope", "position embedding, or a class in a file of your own, as mine.Class")
+    pos_args: dict = option({}, "keywords of the embedding, such as variant=paper sigma=0.4")
+    rope_scaling: dict | None = option(None, "lower frequencies, such as kind=yarn factor=16")
+    train_len: int = option(512, "tokens in a training sequence")
     vocab_size: int = option(50257)
-    n_layer: int = option(8)
-    n_head: int = option(8)
-    head_dim: int = option(64, "n_head * head_dim need not be n_embd")
-    n_embd: int = option(512)
-    theta: float = option(10000.0, "of RoPE's frequencies theta^(-2m/head_dim)")
-    init_std: float = option(0.02, "of all weight matrices, normal, cut off at three times this")
-    qk_norm: bool = option(False, "queries and keys to mean 0, variance 1 before the rotation")
-    seed: int = option(0, "of the weights, the random coefficients, the order of the data")
+    n_layer: int = option(8, "number of blocks")
+    n_head: int = option(8, "attention heads in a block")
+    head_dim: int = option(64, "width of a head; n_head * head_dim need not be n_embd")
+    n_embd: int = option(512, "width of the model")
+    theta: float = option(10000.0, "base of RoPE's frequencies theta^(-2m/head_dim)")
+    init_std: float = option(0.02, "standard deviation of new weight matrices, cut off at 3 of it")
+    qk_norm: bool = option(False, "normalise queries and keys before the rotation")
+    seed: int = option(0, "seed of the weights, FoPE's random numbers and the order of the data")
 
 
 def embedding_class(pos):
@@ -131,20 +132,20 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(self, config, draw=True):
-        """draw=False: not its matrices, which takes longest, since weights will be loaded."""
+        """draw=False is faster: the matrices are not drawn, since weights will be loaded."""
         super().__init__()
         self.config = config
         self.slice_loss = loss_and_gradient  # at the end of this file; compile_parts compiles it
         padded_vocab = -(-config.vocab_size // 128) * 128  # matrix products like multiples of 128
         with torch.random.fork_rng(devices=[]):  # leave the caller's random state alone
             # the CPU's generator alone: torch.manual_seed would also reseed every GPU's
-            seed = torch.default_generator.manual_seed
-            seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)
             self.embed = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.norm = RMSNorm(config.n_embd)
             self.head = nn.Linear(config.n_embd, padded_vocab, bias=False)
-            seed(config.seed)  # again: weights must not depend on how much the embedding has drawn
+            # again: the weights must not depend on how much the embedding has drawn
+            torch.default_generator.manual_seed(config.seed)
             std = config.init_std
             for name, module in self.named_modules() if draw else ():
                 if isinstance(module, nn.Linear | nn.Embedding) and ".pos." not in name:
@@ -171,8 +172,9 @@ class GPT(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.head(x[:, positions])[..., : self.config.vocab_size]
-        settings = self.config.vocab_size, reduction, self.slice_loss
-        return linear_cross_entropy(x, self.head.weight, targets, *settings)
+        return linear_cross_entropy(
+            x, self.head.weight, targets, self.config.vocab_size, reduction, self.slice_loss
+        )
 
     def compile_parts(self):
         """torch.compile by parts: one graph of it all would hold the logits of all positions."""
@@ -190,7 +192,7 @@ class GPT(nn.Module):
         computation as in training.
         """
         for _ in range(max_new_tokens):
-            with sdpa_kernel(NO_PLANS):
+            with sdpa_kernel(SDPA_WITHOUT_CUDNN):
                 logits = self(idx, positions=[-1])[:, 0].float()  # (B, vocab_size)
             if temperature < 1e-6:  # by less logits would overflow
                 next_token = logits.argmax(dim=-1, keepdim=True)

@@ -26,7 +26,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import rustbpe
 
 import common
 import data
@@ -240,6 +239,8 @@ def train_bpe(documents, n_vocab, path):
                 total += len(text)
             if total >= BPE_TRAINING_CHARS:
                 return
+
+    import rustbpe  # here, since nothing else needs it
 
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(texts(), n_vocab - 1, pattern=data.BPE_PATTERN)

@@ -1,10 +1,10 @@
 """
-What a run is: one dataclass, and one table of them by name.
+What a run is: one dataclass, Recipe, and one table of named recipes, RECIPES.
 
-A Recipe holds all that defines a run: the model, its data, how it is trained, what it is asked
-afterwards. RECIPES has those that --preset names. Each field is a flag of train.py. A run stores
-its recipe whole, where --resume and the evaluations read it; a figure in paper/ is a list of
-changes to one.
+A Recipe holds all that defines a run: the model, its data, how the model is trained, and how it is
+evaluated. Each field is a flag of train.py, and --preset names a recipe of the table. A run stores
+its whole recipe, which --resume and the evaluations read. A figure in paper/ is a list of changes
+to a recipe.
 
     recipe = RECIPES["tiny"].changed(pos="rope", seed=1)
     model = GPT(recipe)
@@ -22,38 +22,42 @@ import torch
 
 from baselines import rope_scaling
 from common import Refused
-from data import TASKS
-from fope import POSITION_EMBEDDINGS, RoPE
+from fope import POSITION_EMBEDDINGS, PositionError, RoPE
 from model import GPTConfig, embedding_class, make_pos, option
+from tasks import TASKS
 
 
 @dataclass
 class Recipe(GPTConfig):
-    """A GPTConfig, and all else that defines a run. The defaults are the paper's, at 60M."""
+    """A GPTConfig, and all else that defines a run. The defaults are those of the paper's 60M."""
 
-    preset: str = option("60M", "a named recipe, which all other flags change")
+    preset: str = option("60M", "named recipe, which all other flags change")
     # what it reads
     data: str = option("data/c4", "folder that prepare_data.py wrote")
-    tokenizer: str = option("gpt2", "that of the data")
-    task: str = option("", "mixed into the text")
-    task_share: float = option(0.0, "of the training sequences that are the task's")
-    init_from: str = option("", "start from the weights of this run, of its sizes")
+    tokenizer: str = option("gpt2", "tokenizer of the data")
+    task: str = option("", "task that is mixed into the text")
+    task_share: float = option(0.0, "share of the training sequences that are the task's")
+    init_from: str = option("", "weights to start from: the folder of a run of the same shape")
     # how it is trained, by AdamW
-    tokens: int = option(10_000_000_000, "to train on, rounded up to whole steps")
-    batch_size: int = option(1024, "sequences per optimizer step")
-    grad_accum: int = option(16, "micro-batches of a step, shared by processes")
+    tokens: int = option(10_000_000_000, "training tokens, rounded up to whole steps")
+    batch_size: int = option(1024, "sequences in an optimizer step")
+    grad_accum: int = option(16, "micro-batches in a step, which the processes share")
     lr: float = option(6e-4, "peak learning rate")
-    warmup_steps: int | None = option(None, "else 5 % of the steps, at 10B the paper's 10,000")
-    weight_decay: float = option(0.1, "on every parameter")
-    compile: bool = option(False, "torch.compile: slow to start, then faster")
+    warmup_steps: int | None = option(
+        None, "steps of warm-up; by default 5 % of all, with 10B tokens the paper's 10,000"
+    )
+    weight_decay: float = option(0.1, "weight decay of every parameter")
+    compile: bool = option(False, "use torch.compile: minutes at the start, then faster steps")
     # what is written on the way
-    eval_tokens: int = option(65_536, "validation tokens of the loss while training")
-    eval_every: int | None = option(None, "steps between validation losses, else 10 in all")
+    eval_tokens: int = option(65_536, "validation tokens whose loss is measured while training")
+    eval_every: int | None = option(
+        None, "steps between validation losses; by default there are 10 of them"
+    )
     log_every: int = option(10, "steps between lines of log.jsonl")
     save_every: int = option(1000, "steps between checkpoints")
     # what the trained model is asked
-    lengths: str = option("1x,2x,4x,8x,16x", "of train_len, or in tokens as 128,256")
-    read_tokens: int = option(2**22 + 1, "validation tokens that are read at each length")
+    lengths: str = option("1x,2x,4x,8x,16x", "lengths to evaluate: of train_len, or as 128,256")
+    read_tokens: int = option(2**22 + 1, "validation tokens to evaluate at each length")
     trials: int = option(1000, "passkey prompts at each length")
 
     @property
@@ -61,30 +65,34 @@ class Recipe(GPTConfig):
         return math.ceil(self.tokens / (self.batch_size * self.train_len))
 
     def changed(self, **changes):
-        """With these fields. Keywords are added to the embedding's; another embedding has none."""
+        """
+        A recipe with these fields changed. pos_args are added to those of the embedding; where the
+        embedding itself changes, the old one's are dropped.
+        """
         if changes.get("pos", self.pos) == self.pos:
             changes["pos_args"] = self.pos_args | changes.get("pos_args", {})
         else:
             changes = {"pos_args": {}, "rope_scaling": None} | changes
         return replace(self, **changes)
 
-    def going_on(self, **changes):
+    def continued(self, **changes):
         """
-        The recipe of a run that starts from the weights of this one, which has been trained: its
-        shape and, unless changed, its embedding, training length and data; for all else its preset.
+        The recipe of a run that starts from the trained weights of this one. It keeps the shape
+        and, unless they are changed, the embedding, the training length and the data. All other
+        fields are the preset's.
         """
         for name in ("preset", *FIXED):
-            if name in changes and changes[name] != (was := getattr(self, name)):
-                raise Refused(f"--{name} is {was} in {changes['init_from']}, it cannot change")
-        pos, stays = changes.get("pos", self.pos), [*FIXED, "train_len", "data"]
+            if name in changes and changes[name] != (old := getattr(self, name)):
+                raise Refused(f"--{name} is {old} in {changes['init_from']}, it cannot change")
+        pos, kept = changes.get("pos", self.pos), [*FIXED, "train_len", "data"]
         if pos == self.pos:
-            stays += ["pos_args", "rope_scaling"]
+            kept += ["pos_args", "rope_scaling"]
         elif pos == "fope":  # frequencies stay on the pairs that have learned them
             changes["pos_args"] = {"cap": False} | changes.get("pos_args", {})
         if changes.get("rope_scaling"):
             changes["rope_scaling"] = self.scaling_of_trained(changes["rope_scaling"])
         start = RECIPES[self.preset].changed(pos=pos)
-        start = replace(start, **{name: getattr(self, name) for name in stays})
+        start = replace(start, **{name: getattr(self, name) for name in kept})
         return start.changed(**changes)
 
     def read_with(self, **changes):
@@ -99,7 +107,7 @@ class Recipe(GPTConfig):
         return {"kind": "yarn", "original_len": first} | rope_scaling
 
     def resolved(self):
-        """With a number of steps for the warm-up and between evaluations."""
+        """The recipe with numbers for the steps of warm-up and between validation losses."""
         n_steps, warmup_steps = self.n_steps, self.warmup_steps
         if warmup_steps is None:
             as_long_as_the_papers = self.tokens >= 10_000_000_000 and n_steps >= 19_000
@@ -108,10 +116,10 @@ class Recipe(GPTConfig):
         return replace(self, warmup_steps=warmup_steps, eval_every=eval_every)
 
     def check(self):
-        """Itself, if a run can have these values; else Refused."""
+        """Returns the recipe. Refused where a run cannot have its values."""
         for name, value in vars(self).items():
-            may_be = type(value) not in (int, float) or (value == 0 and name in MAY_BE_ZERO)
-            if not (may_be or value > 0):
+            is_number = type(value) in (int, float)
+            if is_number and not (0 < value < 2**63 or (value == 0 and name in MAY_BE_ZERO)):
                 raise Refused(f"--{name} cannot be {value}")
         if not self.task_share <= 1 or bool(self.task) != bool(self.task_share):
             raise Refused("--task and --task_share go together, the share at most 1")
@@ -227,12 +235,12 @@ def parse_lengths(text, train_len):
     return sorted({int(p[:-1]) * train_len if p.endswith("x") else int(p) for p in parts})
 
 
-def check_keywords(what, given, types):
-    """Refuse keywords that are not known or not of their type."""
-    takes = ", ".join(f"{name} ({inspect.formatannotation(t)})" for name, t in types.items())
+def check_keywords(taker, given, types):
+    """Refuse keywords that are not known or not of their type. taker: who is given them."""
+    listed = ", ".join(f"{name} ({inspect.formatannotation(t)})" for name, t in types.items())
     for name, value in given.items():
         if name not in types or not is_a(value, types[name]):
-            raise Refused(f"{what} does not take {name}={value!r}; it takes {takes or 'nothing'}")
+            raise Refused(f"{taker} does not take {name}={value!r}; it takes {listed or 'nothing'}")
 
 
 def check_pos(config):
@@ -240,8 +248,10 @@ def check_pos(config):
     try:
         cls = embedding_class(config.pos)
     except (KeyError, ModuleNotFoundError, AttributeError) as e:
-        known = f"known: {', '.join(POSITION_EMBEDDINGS)}, or FILE.CLASS"
-        raise Refused(f"unknown position embedding {config.pos!r} ({e}); {known}") from None
+        names = ", ".join(POSITION_EMBEDDINGS)
+        raise Refused(
+            f"unknown position embedding {config.pos!r} ({e}); known: {names}, or FILE.CLASS"
+        ) from None
     check_keywords(config.pos, config.pos_args, keywords_of(cls))
     if config.rope_scaling:
         if not issubclass(cls, RoPE):
@@ -252,7 +262,7 @@ def check_pos(config):
     try:
         with torch.random.fork_rng(devices=[]):
             make_pos(config)
-    except AssertionError as e:  # how embeddings say what they do not take
+    except PositionError as e:
         raise Refused(f"position embedding {config.pos}: {e}") from None
 
 
@@ -262,27 +272,27 @@ def check_pos(config):
 def add_flags(parser, recipe):
     """A flag for each field; --help shows the recipe's values. What is not given stays away."""
     group = parser.add_argument_group(f"the recipe, with the values of --preset {recipe.preset}")
-    known = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
-    shown = recipe.resolved()
+    names = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
+    resolved = recipe.resolved()
     for f in fields(Recipe):
         if f.name in OF_THE_DATA:
             continue
         text = f.metadata["help"]
-        if f.name in known:
-            text += f": {', '.join(known[f.name])}"
-        if words := flag_words(f.name, getattr(shown, f.name))[1:]:
+        if f.name in names:
+            text += f": {', '.join(names[f.name])}"
+        if words := flag_words(f.name, getattr(resolved, f.name))[1:]:
             text += f" ({' '.join(words)})"
         kind = (get_args(f.type) or (f.type,))[0]
-        how = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
+        options = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
         if kind is bool:
-            how["action"] = argparse.BooleanOptionalAction
+            options["action"] = argparse.BooleanOptionalAction
         elif kind is dict:
-            how |= dict(nargs="*", metavar="K=V", action=Keywords)
+            options |= dict(nargs="*", metavar="K=V", action=Keywords)
         else:
-            how |= dict(type=kind, metavar=kind.__name__.upper())
+            options |= dict(type=kind, metavar=kind.__name__.upper())
         if f.name in ("preset", "task"):
-            how["choices"] = known[f.name]
-        group.add_argument(f"--{f.name}", **how)
+            options["choices"] = names[f.name]
+        group.add_argument(f"--{f.name}", **options)
 
 
 class Keywords(argparse.Action):

@@ -1,5 +1,6 @@
 """Recipes: their flags, their changes, and what is refused before a model is made."""
 
+import math
 import re
 from dataclasses import asdict, fields, replace
 
@@ -34,7 +35,7 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(pos_args={"gamma": 3}), "gamma"),
         (dict(pos_args={"cap": "False"}), "cap"),
         (dict(pos_args={"sigma": True}), "sigma"),
-        (dict(pos_args={"n_freq": 3.5}), "n_freq"),
+        (dict(pos_args={"fourier_dim": 3.5}), "fourier_dim"),
         (dict(pos="rope", pos_args={"head_dim": 8}), "head_dim"),  # a model gives it by itself
         (dict(pos="alibi", rope_scaling=SCALED), "--rope_scaling"),
         (dict(rope_scaling={"factor": 2.0}), "original_len"),
@@ -42,11 +43,18 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(rope_scaling=SCALED | {"beta": 8}), "beta"),
         # what they themselves do not take
         (dict(pos_args={"sigma": -0.1}), "sigma"),
-        (dict(pos_args={"n_freq": 1}), "n_freq"),
-        (dict(pos_args={"variant": "original"}), "released, paper"),
-        (dict(pos_args={"n_table": 3}), "n_table"),
+        (dict(pos_args={"fourier_dim": 8}), "fourier_dim"),
+        (dict(pos_args={"variant": "original"}), "released or paper"),
+        (dict(pos_args={"sigma": math.inf}), "sigma"),
+        (dict(pos_args={"floor": -5}), "floor"),
+        (dict(pos_args={"window": 0}), "window"),
+        (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": 3}), "n_table"),
+        (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": -1}), "n_table"),
+        (dict(theta=math.inf), "theta"),
+        (dict(seed=10**19), "seed"),
+        (dict(rope_scaling=SCALED | {"factor": math.inf}), "factor"),
         (dict(train_len=6), "floor"),
-        (dict(rope_scaling=SCALED | {"kind": "ntk"}), "yarn, interpolate"),
+        (dict(rope_scaling=SCALED | {"kind": "cubic"}), "yarn, ntk, slow, interpolate"),
         (dict(rope_scaling=SCALED | {"factor": 0.5}), "factor"),
     ],
 )
@@ -57,7 +65,11 @@ def test_what_an_embedding_does_not_take_is_refused_with_a_sentence(changes, wor
 
 def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
     state = torch.get_rng_state()
-    for pos_args in ({"sigma": 1}, {"n_freq": None, "floor": 80}, {"floor": False, "cap": False}):
+    for pos_args in (
+        {"sigma": 1},
+        {"fourier_dim": None, "floor": 80},
+        {"floor": False, "cap": False},
+    ):
         config = GPTConfig(pos="fope", pos_args=pos_args, **SHAPE)
         for scaling in (None, SCALED, SCALED | {"factor": 4, "temperature": True}):
             check_pos(replace(config, rope_scaling=scaling))
@@ -94,7 +106,7 @@ def test_help_shows_the_values_that_a_preset_has_in_the_end(preset, capsys):
 
 def test_flags_of_all_kinds_give_the_same_recipe_back():
     recipe = RECIPES["60M"].changed(
-        pos_args={"sigma": 0.4, "n_freq": 64, "variant": "paper", "floor": False},
+        pos_args={"sigma": 0.4, "fourier_dim": 128, "variant": "paper", "floor": False},
         rope_scaling={"kind": "yarn", "factor": 16.0, "original_len": 512, "temperature": True},
         init_from="a folder/run",
         task="passkey",
@@ -133,15 +145,15 @@ def test_keywords_of_the_same_embedding_are_added_and_of_another_start_anew():
 
 def test_scales_are_of_the_length_that_the_weights_were_first_trained_at():
     trained = Recipe(pos="rope", train_len=512)
-    assert trained.going_on(init_from="x").rope_scaling is None
+    assert trained.continued(init_from="x").rope_scaling is None
     pi = {"kind": "interpolate", "factor": 2.0}
     assert trained.scaling_of_trained(pi) == pi | {"original_len": 512}
     yarn = {"kind": "yarn", "factor": 4.0, "original_len": 512}
     assert trained.scaling_of_trained({"factor": 4.0}) == yarn
-    longer = trained.going_on(init_from="x", train_len=2048, rope_scaling={"factor": 4.0})
+    longer = trained.continued(init_from="x", train_len=2048, rope_scaling={"factor": 4.0})
     assert longer.rope_scaling == yarn and longer.train_len == 2048
     assert longer.scaling_of_trained({"factor": 8.0}) == yarn | {"factor": 8.0}
-    warm = longer.going_on(init_from="y", rope_scaling={"factor": 4.0, "temperature": True})
+    warm = longer.continued(init_from="y", rope_scaling={"factor": 4.0, "temperature": True})
     assert warm.rope_scaling == yarn | {"temperature": True}
-    assert longer.going_on(init_from="y").rope_scaling == yarn  # stays
+    assert longer.continued(init_from="y").rope_scaling == yarn  # stays
     assert longer.scaling_of_trained(pi | {"original_len": 64}) == pi | {"original_len": 64}

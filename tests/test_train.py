@@ -24,6 +24,7 @@ import eval_passkey
 import eval_perplexity
 import model
 import prepare_data
+import tasks
 import train
 from checkpoint import load_checkpoint
 from common import Refused, one_sentence_errors
@@ -129,7 +130,7 @@ def test_gradient_accumulation_is_the_whole_batch(data_folder, tmp_path):
         torch.testing.assert_close(whole["model"][name], parts["model"][name], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_and_saves(
     data_folder, checkpoint, tmp_path, monkeypatch, capsys, number
 ):
@@ -379,11 +380,11 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
 
 def test_mfu_is_of_the_card_that_is_there(monkeypatch):
     model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
-    assert train.use_of_device(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
+    assert train.throughput(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
     for name, peak in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        use = train.use_of_device(1000, model, torch.device("cuda"))
+        use = train.throughput(1000, model, torch.device("cuda"))
         assert use == {"tokens_per_s": 1000, "mfu": round(989 / 4 / peak, 4), "peak_gb": 3.0}
 
 
@@ -415,7 +416,7 @@ def test_resume_on_other_data_is_refused(data_folder, tmp_path):
 # --- a task of one's own
 
 
-class TwoKeys(data.Passkey):
+class TwoKeys(tasks.Passkey):
     """Two keys are in the needle; the first one is asked."""
 
     def needle(self, rng):
@@ -424,7 +425,7 @@ class TwoKeys(data.Passkey):
 
 
 def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(data.TASKS, "two_keys", TwoKeys)
+    monkeypatch.setitem(tasks.TASKS, "two_keys", TwoKeys)
     flags = ["--task=two_keys", "--task_share=1", "--train_len=256", "--stop_at=1"]
     run = run_training(data_folder, tmp_path / "run", *flags, "--trials=3", "--lengths=1x,300")
     recipe = load_checkpoint(run)[0].config
