@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent
 
 # --- refusals: bad input ends in one sentence and exit code 1, a bug in its traceback
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, what a user may have of it, a file
+
 
 class Refused(Exception):
     """What one of our checks refuses. The message is one sentence for the user."""
@@ -50,14 +52,21 @@ def one_sentence_errors(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as e:
-            if not e.filename and e.errno != errno.ENOSPC:
+            if not e.filename and e.errno not in FULL:
                 raise
-            sys.exit(f"error: {e.filename or 'output'}: {e.strerror}")
+            sys.exit(f"error: {e.filename or file_of_output()}: {e.strerror}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
 
     return wrapped
+
+
+def file_of_output():
+    """The file that stdout goes to, such as "run.log"; "output" where the system does not say."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}")
+    return "output"
 
 
 def is_out_of_memory(e):
@@ -163,6 +172,16 @@ def write_atomically(path, write):
         raise
 
 
+def append(path, text):
+    """Add text to the end of a file. On a full disk the error names it."""
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(text)
+    except OSError as e:
+        e.filename = str(path)
+        raise
+
+
 def write_json(path, content):
     """Indented, but with each innermost list on one line. content: a dict or a list."""
     text = json.dumps(content, indent=1) + "\n"
@@ -189,14 +208,21 @@ def file_sha256(path):
 
 # --- devices, and the processes that torchrun starts
 
-# in bf16, dense, in FLOP/s, as the makers say; by a part of the card's name
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12}
-PEAK_FLOPS |= {"H200 NVL": 835e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "3090": 71e12}
+# in bf16, dense, in FLOP/s, as the makers say
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12}
+PEAK_FLOPS |= {"H200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def peak_flops(hardware):
-    """FLOP/s of a card at its best, or None where it is not known."""
-    return next((peak for card, peak in PEAK_FLOPS.items() if card in hardware), None)
+    """
+    FLOP/s of a card at its best, or None where it is not known. After the name only its socket and
+    its memory may follow: an A1000, a 4090 Laptop GPU and a MIG slice are other cards.
+    """
+    more = r"(?:[- ](?:SXM[45]?|PCIE|(?:40|80|94|96|141)GB|HBM3E?))*"
+    for card, peak in PEAK_FLOPS.items():
+        if re.fullmatch(rf"(?:NVIDIA )?(?:GeForce )?{card}{more}", hardware, re.IGNORECASE):
+            return peak
+    return None
 
 
 def autocast(device):
@@ -254,17 +280,23 @@ def all_reduce_sum(tensor):
 
 
 def git_commit():
-    """That of the code; "-dirty" with changes to all but results/, "unknown" without git."""
+    """
+    That of the code; "-dirty" with changes to all but results/. "unknown" without git, and where
+    the repository is that of other files, which the code lies in or which the environment names.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
 
     def git(*args):
-        return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+        how = dict(cwd=ROOT, env=environment, capture_output=True, text=True)
+        return subprocess.run(["git", "--git-dir=.git", *args], **how)
 
     try:
-        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip() or "unknown"
+        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+        is_ours = git("ls-files", "--error-unmatch", Path(__file__).name).returncode == 0
         changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode == 1
     except OSError:
         return "unknown"
-    return commit + "-dirty" * changed
+    return commit + "-dirty" * changed if commit and is_ours else "unknown"
 
 
 def provenance(device):

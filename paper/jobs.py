@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import common
 from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors, read_json
 from recipe import MAY_CHANGE, Recipe, parse_lengths
 
@@ -73,9 +74,8 @@ def start(job, log, environment):
     """The process of the first command of a job, which writes to its log."""
     # results name their command: paths as seen from the repository's root
     words = [str(word).removeprefix(f"{ROOT}/") for word in job.commands[0]]
+    common.append(log, f"python {shlex.join(words)}\n")
     with open(log, "ab") as f:
-        f.write(f"python {shlex.join(words)}\n".encode())
-        f.flush()
         how = dict(stdin=subprocess.DEVNULL, stdout=f, stderr=f, cwd=ROOT, env=environment)
         if sys.platform == "linux":  # where we are killed, it is told to stop
             how["preexec_fn"] = lambda: LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,6 @@ def test_help_has_every_flag_with_its_default(script, capsys):
         (Refused("a check"), "error: a check"),
         (MemoryError(), "error: out of memory; "),
         (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
-        (OSError(errno.ENOSPC, "No space left on device"), "error: output: No space left"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), "error: x: No such file"),
         (KeyboardInterrupt(), "130"),
     ],
@@ -68,6 +68,21 @@ def test_what_a_user_can_mend_is_one_sentence(error, code):
     with pytest.raises(SystemExit) as info:
         common.one_sentence_errors(main)()
     assert str(info.value.code).startswith(code)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    """That which stdout goes to, also where a user may have no more, and a log of ours."""
+    code = "import common, errno, sys\n@common.one_sentence_errors\ndef main(): {}\nmain()"
+    quota = "raise OSError(errno.EDQUOT, 'Disk quota exceeded')"
+    for line, out, expected in (
+        ("print(1)", "/dev/full", "/dev/full: No space left on device"),
+        (quota, tmp_path / "run.log", f"{tmp_path}/run.log: Disk quota exceeded"),
+        ("common.append('/dev/full', 'x')", "/dev/null", "/dev/full: No space left on device"),
+    ):
+        command = [sys.executable, "-c", code.format(line)]
+        with open(out, "w") as f:
+            run = subprocess.run(command, cwd=common.ROOT, stdout=f, stderr=subprocess.PIPE)
+        assert (run.returncode, run.stderr.decode()) == (1, f"error: {expected}\n")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), KeyError("x"), FileNotFoundError("x")])
@@ -119,20 +134,65 @@ def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
 # --- provenance
 
 
+def git(folder, *commands):
+    for args in commands:
+        subprocess.run(["git", *args.split()], cwd=folder, check=True)
+
+
+COMMIT = "-c user.name=a -c user.email=a commit -q --allow-empty -m one"
+
+
 def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "ROOT", tmp_path)
     assert git_commit() == "unknown"
     (tmp_path / "results").mkdir()
-    for path in (code := tmp_path / "model.py", result := tmp_path / "results/x.json"):
+    names = ("common.py", "model.py", "results/x.json")
+    _, code, result = paths = [tmp_path / name for name in names]
+    for path in paths:
         path.write_text("1")
-    for args in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm one"):
-        subprocess.run(["git", *args.split()], cwd=tmp_path, check=True)
+    git(tmp_path, "init -q", COMMIT)
+    assert git_commit() == "unknown"  # somebody's repository, into which the code was unpacked
+    git(tmp_path, "add .", COMMIT)
     commit = git_commit()
     assert len(commit) == 12
     result.write_text("2")
     assert git_commit() == commit
     code.write_text("2")
     assert git_commit() == f"{commit}-dirty"
+
+
+def test_a_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, monkeypatch):
+    """Of one that it lies in, also where that has committed it; of one that a git hook names."""
+    ours = git_commit()
+    (tmp_path / "fope").mkdir()
+    (tmp_path / "fope" / "common.py").write_text("1")
+    git(tmp_path, "init -q", "add .", COMMIT)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", ".git/index")
+    assert git_commit() == ours
+    monkeypatch.setattr(common, "ROOT", tmp_path / "fope")
+    assert git_commit() == "unknown"
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA H100 80GB HBM2e", None),  # on PCIe
+    ],
+)
+def test_a_card_has_its_own_peak_or_none(name, peak):
+    assert common.peak_flops(name) == peak
 
 
 def test_processes_on_gpus_reduce_tensors_of_the_cpu_too(monkeypatch):
