@@ -91,6 +91,37 @@ def test_published_gpt2_shards_load_without_meta_json(tmp_path):
     assert tokens.meta["vocab_size"] == 50257
 
 
+def test_a_token_past_the_vocabulary_is_refused_by_the_batch_that_holds_it(tmp_path):
+    """In shards that somebody made with another tokenizer; the padded vocabulary would hold it."""
+    tokens = np.arange(1000, dtype=np.uint16)
+    tokens[700] = 50257
+    write_shard(tmp_path / "some_train_0.bin", tokens)
+    batches = Batches(TokenData(tmp_path, "train"), recipe(train_len=50, batch_size=1))
+    refused = []
+    for i in range(batches.n_windows):
+        try:
+            batches.batch(i, torch.device("cpu"))
+        except common.Refused as e:
+            refused.append(int(batches.order[i]))
+            assert "token 50257, past" in str(e) and str(tmp_path) in str(e)
+    assert sorted(refused) == [13, 14]  # 700 is a target of one and an input of the next
+
+
+def test_data_that_are_not_there_are_told_from_a_split_that_is_not(tmp_path, monkeypatch):
+    source = json_lines(tmp_path / "a.jsonl.gz", ["some text " * 100])
+    prepare(tmp_path / "no_val", "--source", source, "--tokenizer=byte", "--val_frac=0")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # a relative path is of this folder
+    for folder, words in (
+        ("no_val", f"there is no folder {tmp_path}/empty/no_val "),
+        (source, "there is no folder"),
+        (tmp_path / "empty", "has no token shards"),
+        (tmp_path / "no_val", "--val_frac"),
+    ):
+        message = refuses(lambda argv, folder=folder: TokenData(folder, "val"), [], words)
+        assert ("--val_frac" in message) == (words == "--val_frac")
+
+
 def test_documents_come_back_in_order_and_split_by_document(tmp_path):
     texts = [f"Speech {i}: né, 你好, <|endoftext|> and\n\nmore {i * i}." for i in range(200)]
     source = json_lines(tmp_path / "a.json.gz", texts)
