@@ -10,8 +10,9 @@ Text to token shards.
 
 A local source is any number of .txt files (one document each), .json and .jsonl files (objects with
 a "text"), their .gz, and folders of these, without what is hidden in them. Documents are split into
-training and validation by a hash of their text; of a few the end of each is for validation. An end
-of text follows each. The shard format is in data.py. What was killed starts anew.
+training and validation by a hash of their text; of a few, or where one is most of the text, the end
+of each is for validation. An end of text follows each. The shard format is in data.py. What was
+killed starts anew.
 """
 
 import base64
@@ -20,7 +21,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -184,13 +185,16 @@ def clean(text, path, join_lines):
 
 # --- training and validation
 
-FEW = 20
+FEW = 20  # documents
+ENOUGH = 5000  # characters of validation text: some windows; if there are three times as many
+NEEDED = 513  # at least, and of less text half: train.py's default validates with 513 tokens
 
 
 def split_documents(files, val_frac, join_lines):
     """
     (split, text) of every non-empty document of these files, in order. Documents go whole to one
-    split, but of FEW, or where one split would have none, the end of each is for validation.
+    split, by their hash: val_frac of them to validation, or as many as hold enough text, but never
+    most of it. Of FEW, and where whole documents cannot do that, the end of each is for validation.
     """
 
     def texts():
@@ -198,29 +202,40 @@ def split_documents(files, val_frac, join_lines):
             cleaned = (clean(text, path, join_lines) for text in read_documents(path))
             yield from filter(str.strip, cleaned)
 
-    # their number, if they are few or all in one split
-    n_few, splits = 0, set()
+    # read until it is known that val_frac of the documents will do
+    limit, share, most = val_frac * 2**64, 0.0, max(0.5, val_frac)
+    sizes, n_read, total, n_val = Counter(), 0, 0, 0
     for text in texts() if 0 < val_frac < 1 else ():
-        splits.add(is_validation(text, val_frac))
-        if (n_few := n_few + 1) > FEW and len(splits) == 2:
-            n_few = 0
+        sizes[hash_of(text)] += len(text)
+        n_read, total = n_read + 1, total + len(text)
+        n_val += len(text) * (hash_of(text) < limit)
+        if n_read > FEW and ENOUGH <= n_val <= most * total:
             break
+    else:  # it will not: as many whole documents as hold enough, or else a share of each
+        enough, n_val = max(NEEDED, min(ENOUGH, total / 3)), 0
+        for number in sorted(sizes):
+            if n_val < enough:
+                limit, n_val = number + 1, n_val + sizes[number]
+        if total and (n_read <= FEW or not enough <= n_val <= most * total):
+            share = min(most, max(val_frac, ENOUGH / total))
+    may_leave = max(0.0, min(0.5, 1 - NEEDED / (share * total))) if share else 0.5
+
+    n_seen = n_val = 0
     for text in texts():
-        if n_few:
-            # from a line's end: of all 5,000 characters, some windows, but at most half of each
-            n = max(int(val_frac * len(text)), min(-(-5000 // n_few), len(text) // 2))
-            at = len(text) - n
-            at = text.find("\n", at, at + n // 2) + 1 or at
-            yield "train", text[:at]
-            yield from [("val", text[at:])] if n else []
-        else:
-            yield "val" if is_validation(text, val_frac) else "train", text
+        n_seen += len(text)
+        part = share or float(hash_of(text) < limit)  # of this document
+        if part == 1 and n_seen > total > 0 and n_val + len(text) > most * n_seen:
+            part = val_frac  # it came later, and would be most of the text
+        at = len(text) - int(part * len(text))
+        if 0 < part < 1:  # from a line's end
+            at = text.find("\n", at, at + int(may_leave * (len(text) - at))) + 1 or at
+        n_val += len(text) - at
+        yield from (pair for pair in (("train", text[:at]), ("val", text[at:])) if pair[1])
 
 
-def is_validation(text, val_frac):
-    """By content, so that a document that occurs twice cannot be in both splits."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < val_frac * 2**64
+def hash_of(text):
+    """Below 2**64. By content, so that a document that occurs twice cannot be in both splits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 # --- tokens

@@ -21,7 +21,7 @@ from data import Batches, TokenData, load_tokenizer, read_shard
 from eval_perplexity import bytes_of_tokens
 from prepare_data import (
     check_tokenizer,
-    is_validation,
+    hash_of,
     read_documents,
     split_documents,
     strip_gutenberg,
@@ -33,6 +33,10 @@ from tasks import Passkey
 def prepare(out, *argv):
     prepare_data.main([*map(str, argv), "--out", str(out)])
     return out
+
+
+def is_validation(text, val_frac):
+    return hash_of(text) < val_frac * 2**64
 
 
 def read_all(token_data):
@@ -123,7 +127,7 @@ def test_data_that_are_not_there_are_told_from_a_split_that_is_not(tmp_path, mon
 
 
 def test_documents_come_back_in_order_and_split_by_document(tmp_path):
-    texts = [f"Speech {i}: né, 你好, <|endoftext|> and\n\nmore {i * i}." for i in range(200)]
+    texts = [f"Speech {i}: né, 你好, <|endoftext|> and\n\nmore {i * i}." * 20 for i in range(200)]
     source = json_lines(tmp_path / "a.json.gz", texts)
     out = prepare(tmp_path / "out", "--source", source, "--tokenizer", "byte")
     encoding, found = load_tokenizer("byte", out), []
@@ -560,14 +564,42 @@ def test_of_a_few_text_files_the_end_of_each_is_for_validation(tmp_path):
     assert np.sum(read_all(TokenData(both, "val")) == 256) == 2
 
 
-@pytest.mark.parametrize("n", [1, 27])
 @pytest.mark.parametrize("for_val", [False, True])
-def test_no_split_is_empty_by_chance(tmp_path, for_val, n):
-    """Nor where all or none of 27 are for validation by their hash."""
+def test_no_split_is_empty_by_chance(tmp_path, for_val):
+    """Nor where all or none of 27 are for validation by their hash: then a third are."""
     texts = [f"text {i} " * 9 for i in range(3000)]
     texts = [text for text in texts if is_validation(text, 0.05) == for_val]
-    source = json_lines(tmp_path / "a.json.gz", texts[:n])
-    assert [split for split, _ in split_documents([source], 0.05, False)] == ["train", "val"] * n
+    for n, numbers in ((1, [(1, 1)]), (27, [(18, 9), (17, 10)])):
+        source = json_lines(tmp_path / "a.json.gz", texts[:n])
+        splits = [split for split, _ in split_documents([source], 0.05, False)]
+        assert (splits.count("train"), splits.count("val")) in numbers
+
+
+@pytest.mark.parametrize(
+    "sizes, is_cut",
+    [
+        ([300] * 40, False),  # poems
+        ([20_000] + [500] * 24, None),  # a book and notes: where it is the first by its hash, cut
+        ([500] * 24 + [200_000], None),  # it comes last
+        ([5000] + [20] * 10, True),
+        ([1] * 30 + [1100], True),
+        ([60] * 19, True),
+    ],
+    ids=str,
+)
+def test_validation_has_enough_text_and_never_most_of_it(tmp_path, sizes, is_cut):
+    """513 characters where there are twice as many, whatever the hashes."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefgh \n"))
+    for _ in range(15):
+        texts = ["".join(rng.choice(letters, size - 1)) + "x" for size in sizes]
+        source = json_lines(tmp_path / "a.json.gz", texts)
+        documents = list(split_documents([source], 0.05, False))
+        assert documents == list(split_documents([source], 0.05, False))
+        assert "".join(text for _, text in documents) == "".join(texts)
+        n_val = sum(len(text) for split, text in documents if split == "val")
+        assert min(513, sum(sizes) // 2 - len(sizes)) <= n_val <= sum(sizes) / 2
+        assert is_cut is None or (len(documents) > len(texts)) == is_cut
 
 
 def test_validation_text_that_is_training_text_is_named(tmp_path, capsys):
