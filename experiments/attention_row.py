@@ -30,7 +30,7 @@ STEP, QUERIES, WINDOWS = 128, 8, 8
 ON_THE_PAGE = {  # name there: figure and label in results/, name of the runs
     "rope": ("figure1", "RoPE", "rope"),
     "cycle": ("enough", "RoPE, theta 94", "rope_cycles1"),
-    "floor": ("parts", "FoPE, CF alone", "fope_cf"),
+    "floor": ("parts", "FoPE, floor alone", "fope_cf"),
     "fope": ("figure1", "FoPE", "fope"),
     "alibi": ("figure1", "ALiBi", "alibi"),
 }

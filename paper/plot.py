@@ -33,7 +33,7 @@ STYLES = {
     "ALiBi": ("#009E73", "^"),
     "RoPE": ("#1F77C4", "o"),
     "FoPE": ("#D1480C", "D"),
-    "FoPE, CF alone": ("#6B1F7C", "v"),
+    "FoPE, floor alone": ("#6B1F7C", "v"),
     "KERPLE": ("#8A6D00", "<"),
     "FIRE": ("#B83280", "P"),
     "RoPE-A": ("#000000", "X"),

@@ -163,46 +163,130 @@ def bench_table(result):
     return grid([title, "ms", "tokens/s", *ratios, "MFU", "GB", "attention"], rows)
 
 
-# --- the one table to cite
+# --- the tables to cite
 
-OF_ONE_BUDGET = ("figure1", "figure1_all", "parts", "enough")  # trained at 512 tokens
-CITED = {  # of which kinds what; its name in the json, factor, digits
-    "perplexity": ("bits per byte", "bits_per_byte", 1, 2),
-    "passkey_anywhere": ("% of digits", "token_accuracy", 100, 0),
+OF_ONE_BUDGET = ("figure1", "figure1_all", "parts", "enough", "untrained")  # trained at 512 tokens
+CITED = {  # of each kind its numbers: title, name in the json, factor, digits
+    "perplexity": [
+        ("nats per byte", "loss", 1, 2),
+        ("bits per byte", "bits_per_byte", 1, 2),
+        ("perplexity", "perplexity", 1, 1),
+    ],
+    "passkey_anywhere": [
+        ("% of whole keys", "accuracy", 100, 0),
+        ("NLL of a digit", "answer_nll", 1, 2),
+        ("% of digits", "token_accuracy", 100, 0),
+    ],
+}
+# the rows of README's table: a label, and its name there
+HEADLINE = {
+    "RoPE": "RoPE",
+    "RoPE, YaRN told the length": "the same RoPE models, read with YaRN",
+    "RoPE, window of 512": "the same RoPE models, read with a window",
+    "RoPE, theta 94": "RoPE with theta 94",
+    "FoPE": "FoPE",
+    "FoPE, floor alone": "FoPE, the floor alone",
+    "ALiBi": "ALiBi",
 }
 
 
 def summary_rows(folder):
-    """[[embedding, what, length, seeds, mean, half its 95 % interval], ...], both as text."""
-    rows = []
-    for kind, by_label in load_results([Path(folder) / f"{f}.json" for f in OF_ONE_BUDGET]).items():
+    """[[embedding, number, length, models, mean, half its 95 % interval], ...], as text."""
+    rows, paths = [], [Path(folder) / f"{figure}.json" for figure in OF_ONE_BUDGET]
+    for kind, by_label in load_results([path for path in paths if path.exists()]).items():
         for label, results in by_label.items() if kind in CITED else ():
-            what, name, factor, digits = CITED[kind]
-            for length in common_lengths(results):
-                values = factor * np.array([r["lengths"][length][name] for r in results])
-                half = f"{half_interval(values):.{digits}f}" if len(values) > 1 else ""
-                rows.append([label, what, length, len(values), f"{values.mean():.{digits}f}", half])
+            for title, name, factor, digits in CITED[kind]:
+                for length in common_lengths(results):
+                    values = factor * np.array([r["lengths"][length][name] for r in results])
+                    half = f"{half_interval(values):.{digits}f}" if len(values) > 1 else ""
+                    mean = f"{values.mean():.{digits}f}"
+                    rows.append([label, title, length, len(values), mean, half])
     return rows
 
 
-def summary_table(folder, lengths=(512, 2048, 8192)):
-    """A row for each embedding: both numbers at these lengths."""
-    cells = {}
-    for label, what, length, seeds, mean, half in summary_rows(folder):
-        of_label = cells.setdefault(label, {"seeds": {}})
-        of_label["seeds"][what] = str(seeds)
-        of_label[what, length] = f"{mean} ± {half}" if half else mean
-    whats = [what for what, *_ in CITED.values()]
-    columns = ["embedding", *(f"{what}, {n}" for what in whats for n in lengths), "seeds"]
+def cells_to_cite(folder, titles, lengths, with_interval=True):
+    """{label: {(title, length): a cell, title: the number of models}} of summary_rows."""
+    found = {}
+    for label, title, length, n_models, mean, half in summary_rows(folder):
+        if title in titles:
+            cells = found.setdefault(label, {})
+            cells[title] = str(n_models)
+            if length in lengths:
+                cells[title, length] = f"{mean} ± {half}" if half and with_interval else mean
+    return found
+
+
+def summary_table(folder, titles=("nats per byte", "% of whole keys"), lengths=(512, 2048, 8192)):
+    """A row for each embedding: these numbers at these lengths, and how many models there are."""
     rows = []
-    for label, row in cells.items():
-        seeds = ", ".join(row["seeds"].get(what, "0") for what in whats)
-        rows.append([label, *(row.get((what, n), "") for what in whats for n in lengths), seeds])
-    return grid(columns, rows)
+    for label, cells in cells_to_cite(folder, titles, lengths).items():
+        n_models = ", ".join(cells.get(title, "0") for title in titles)
+        rows.append([label, *(cells.get((t, n), "") for t in titles for n in lengths), n_models])
+    return grid(["embedding", *(f"{t}, {n}" for t in titles for n in lengths), "models"], rows)
+
+
+def keys_table(folder, lengths=(512, 2048, 8192)):
+    """The same of keys: whole ones, the NLL, digits."""
+    titles = [title for title, *_ in CITED["passkey_anywhere"]]
+    rows = [
+        [label, *(cells[title, n] for title in titles for n in lengths), cells[titles[0]]]
+        for label, cells in cells_to_cite(folder, titles, lengths).items()
+    ]
+    return grid(["embedding", *(f"{t}, {n}" for t in titles for n in lengths), "models"], rows)
+
+
+def headline_table(folder):
+    """README's: how well text is read at 512 and 8192, how many whole keys are found."""
+    columns = [("perplexity", 512), ("perplexity", 8192)]
+    columns += [("% of whole keys", 512), ("% of whole keys", 2048)]
+    titles = ("perplexity", "% of whole keys")
+    found = cells_to_cite(folder, titles, (512, 2048, 8192), with_interval=False)
+    rows = []
+    for label, name in HEADLINE.items():
+        if cells := found.get(label):
+            n_models = ", ".join(cells.get(title, "-") for title in titles)
+            rows.append([name, *(cells.get(column, "-") for column in columns), n_models])
+    names = ["perplexity at 512", "at 8192", "whole keys found at 512, %", "at 2048, %", "models"]
+    return grid(["", *names], rows)
+
+
+def cause_table(folder):
+    """
+    What experiments/wrap.py found: how much of the damage that far keys do disappears when the slow
+    or the fast pairs show another angle, in %, mean over the models ± half the 95 % interval.
+    """
+    held = "an angle of training (held at 255 or 383)", ("held 0.5x", "held 0.75x")
+    edge = "the rarest angle of training (held at 511)", ("held",)
+    new = "a new angle (held at 767, 1023 or 1535)", ("held 1.5x", "held 2x", "held 3x")
+    rows = [(*row, "wrap_held") for row in (held, edge, new)]
+    rows.append(("an angle of training (wrapped into 256 to 511)", ("wrapped",), "wrap"))
+    lines = []
+    for title, places, file in rows:
+        runs, cells = read_json(Path(folder) / "mechanism" / f"{file}.json")["runs"], []
+        for pairs in ("slow", "fast"):
+            shares = [[100 * run["removed"][f"{pairs}, {at}"] for at in places] for run in runs]
+            each = np.mean(shares, axis=1)  # of each model
+            cells.append(f"{each.mean():.0f} ± {half_interval(each):.0f}")
+        lines.append([title, *cells])
+    return grid(["far keys show", "slow pairs, % that goes", "fast pairs"], lines)
+
+
+def sizes_table(folder, lengths=(512, 2048, 8192)):
+    """The 60M models: nats per byte of books and of C4, and whole keys."""
+    results, rows = load_results([Path(folder) / "gpu_60M.json"]), {}
+    for kind in ("perplexity on books", "perplexity on c4"):
+        for label, models in results[kind].items():
+            at = models[0]["lengths"]
+            nats = [at[length]["bits_per_byte"] * np.log(2) for length in lengths]
+            rows.setdefault(label, [label]).extend(f"{loss:.2f}" for loss in nats)
+    columns = [f"{text}, {n}" for text in ("nats per byte of books", "of C4") for n in lengths]
+    return grid(["60M", *columns], rows.values())
 
 
 # --- tables in a text
 
+TABLES_TO_CITE = {"summary": summary_table, "keys": keys_table, "headline": headline_table}
+TABLES_TO_CITE |= {"cause": cause_table, "sizes": sizes_table}
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
@@ -214,8 +298,8 @@ def table_of(name, options, folder):
     path = Path(folder) / f"{name}.json"
     if name == "all":
         return all_tables(folder)
-    if name == "summary":
-        return summary_table(folder)
+    if name in TABLES_TO_CITE:
+        return TABLES_TO_CITE[name](folder)
     if other := OTHER_TABLES.get(name.partition("_")[0]):
         return other(read_json(path, kind=dict | list))
     results = load_results([path])

@@ -191,7 +191,7 @@ def test_a_figure_whose_models_were_changed_does_not_show_the_old_ones(tmp_path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(result_of(job.recipe)))
             assert job.done()
-    changed = figures.Figure("x", (figures.fope("cf", "CF alone", sigma=0.2),))
+    changed = figures.Figure("x", (figures.fope("cf", "floor alone", sigma=0.2),))
     with pytest.raises(Refused, match=r"perplexity.json .* pos_args"):
         paper.jobs_of(changed, args)[0].done()
 
@@ -311,9 +311,9 @@ def test_a_figure_that_is_stopped_continues_and_is_drawn(tmp_path):
     assert (tmp_path / "equations_quick.png").exists(), stderr
     results = json.loads((tmp_path / "equations_quick.json").read_text())
     equations = [f"FoPE, equations, sigma {sigma}" for sigma in (0, 0.1, 0.3)]
-    assert [r["label"] for r in results] == [None, "FoPE, CF alone", *equations]
+    assert [r["label"] for r in results] == [None, "FoPE, floor alone", *equations]
     assert all(r["recipe"]["tokens"] == 30000 and r["commit"] for r in results)
-    assert "| FoPE, CF alone | 1 |" in output and "the figure: " in output
+    assert "| FoPE, floor alone | 1 |" in output and "the figure: " in output
     logged = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert logged == sorted(set(logged))
     more = results[0] | {"label": "one of another machine, say"}
