@@ -180,7 +180,7 @@ RECIPES = {
     "quick_passkey": replace(TINY_PASSKEY, tokens=30_000, trials=8),
     # The paper's (Table 3), whose sizes are those of blocks and output head: the input table comes
     # on top. sigma is FoPE's.
-    "20M": Recipe(n_head=4, n_embd=256),
+    "20M": Recipe(n_head=4, n_embd=256, grad_accum=8),
     "60M": Recipe(),
     "180M": Recipe(head_dim=128, n_embd=1024, pos_args={"sigma": 0.4}),
     "1.2B": Recipe(n_layer=16, n_head=16, head_dim=128, n_embd=2048, pos_args={"sigma": 0.6}),

