@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -49,6 +50,53 @@ def test_help_has_every_flag_with_its_default(script, capsys):
     assert len(flags) >= 2 and all(re.search(rf"  {flag}[ ,]", text) for flag in flags)
     assert "(default: None)" not in text and "(default: False)" not in text
     assert "(None)" not in text and "(False)" not in text
+
+
+WITH_FOUR_PACKAGES = """
+import runpy, sys
+for package in ("rustbpe", "huggingface_hub", "matplotlib", "scipy", "transformers", "pytest"):
+    sys.modules[package] = None  # an import of it fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "script", ["prepare_data", "train", "eval_perplexity", "eval_passkey", "sample"]
+)
+def test_torch_tiktoken_numpy_and_tqdm_suffice(script, tmp_path):
+    argv = ["--help"]
+    if script == "prepare_data":
+        (tmp_path / "text.txt").write_text("some text\n" * 900)
+        argv = [
+            "--source",
+            tmp_path / "text.txt",
+            "--tokenizer",
+            "byte",
+            "--out",
+            tmp_path / "data",
+        ]
+    command = [sys.executable, "-c", WITH_FOUR_PACKAGES, f"{script}.py", *map(str, argv)]
+    run = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+FOREIGN = """
+import torch
+import fope, baselines
+for cls in fope.POSITION_EMBEDDINGS.values():
+    pos = cls(head_dim=16, n_head=2, train_len=20)
+    q, k, v = torch.randn(3, 1, 2, 40, 16, requires_grad=True)
+    pos.attend(*pos.rotate(q, k), v).sum().backward()
+"""
+
+
+def test_the_embeddings_serve_in_a_foreign_project(tmp_path):
+    """Their two files in a folder of their own need torch alone."""
+    for name in ("fope.py", "baselines.py"):
+        shutil.copy(common.ROOT / name, tmp_path)
+    (tmp_path / "foreign.py").write_text(FOREIGN)
+    subprocess.run([sys.executable, "foreign.py"], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(
