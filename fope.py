@@ -287,38 +287,41 @@ class RoPE(PositionEmbedding):
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding. The D frequencies above the floor are kept. Of the head_dim/2 pairs
-    the first K follow a series over all D frequencies (fourier_tables). The others stand still.
+    Fourier Position Embedding. Of the frequencies only the D that pass the floor are kept. Of the
+    head_dim/2 pairs the first K turn: pair k follows a series over all D frequencies, as
+    fourier_tables says. The other pairs stand still.
 
-    sigma: the size of the noise in the series. sigma=0 is the floor alone (CF).
-    floor: True is the floor of the training length, which stays when a longer text is read.
-        floor=256 is the floor of 256 tokens. floor=False keeps all frequencies: with sigma it is
-        the series alone (FS).
-    fourier_dim: the frequencies are those of RoPE for a head of this size, so there may be more of
-        them than pairs. By default it is head_dim.
-    variant: "released" is the authors' repository, which made the paper's numbers; "paper" is the
-        equations.
+    The coefficients of the series, cos_coef and sin_coef (n_head, D, K), are 1 where pair k meets
+    its own frequency d and 0 elsewhere, plus noise everywhere. The noise is drawn once, from
+    torch's global generator. The coefficients are saved with a model but never trained.
 
-                           "released"                            "paper"
-        K                  min(D, head_dim/4)                    D
-        noise              xavier normal, gain sigma             N(0, sigma^2)
-        std of the noise   sigma sqrt(2 / (K (D + n_head)))      sigma
-        weight 1           d = k s, s = ceil(D/K)                d = k
-        sin_pad            1                                     0
+    sigma: the size of the noise. sigma=0 has no noise, so it is the floor alone.
+    floor: True is the floor of the training length, and stays so when a longer text is read.
+        floor=256 is the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
+        series alone.
+    fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim: a
+        denser grid, of which more pass the floor.
+    variant: "released" is the authors' repository, with which the paper's numbers were made.
+        "paper" is the equations.
 
-    cap: cap=False lifts the limit of head_dim/4 series. The limit hurts where D is larger: then s
-        is 2, and every second frequency has no pair of its own. A model that was trained with RoPE
-        needs cap=False, so that each frequency stays on the pair that has learned it.
-    sin_pad: the sine of the pairs that stand still. With 1 their share of q.k is doubled: the pair
-        is turned by 45 degrees and stretched by sqrt(2), in q and in k. Weights that were trained
-        with one value cannot be read with another.
+                                 "released"                              "paper"
+        K, with a floor          min(D, head_dim/4)                      D
+        own frequency of pair k  d = k ceil(D/K)                         d = k
+        noise                    xavier normal with gain sigma           normal
+        its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
+        sin_pad                  1                                       0
 
-    The coefficients cos_coef and sin_coef, (n_head, D, K), are weight 1 as in the table, plus noise
-    on all. They are drawn once, from torch's global generator, and saved, but never trained.
+    cap: cap=False means that K is D in the released variant, too. A model that was trained with
+        RoPE needs it, so that each frequency stays on the pair that has learned it. With the limit
+        of head_dim/4, where D is larger, every second frequency is no pair's own.
+    sin_pad: the sine of the pairs that stand still; their cosine is 1. With sin_pad=1 such a pair
+        is turned by 45 degrees and stretched by sqrt(2), in q and in k, so its share of q.k is
+        doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
 
-    Two differences between the paper's words and what runs. The paper calls sigma a variance; it is
-    used as a standard deviation. And Eq. 11-13 put one series on the logit, as a function of i - j;
-    code that turns q and k makes a product of two series, which depends on i and j.
+    The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
+    a standard deviation. And Eq. 11-13 put one series on the logit of query i and key j, as a
+    function of i - j. Code turns q and k separately, which gives a product of two series, and with
+    noise the logit depends on i and j themselves.
     """
 
     def __init__(

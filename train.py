@@ -1,17 +1,18 @@
 """
 Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with torchrun on many.
 
-    three minutes on a CPU, on text prepared with --tokenizer byte
+    This takes three minutes on a CPU, on text that was prepared with --tokenizer byte:
         python train.py --data data/bytes --pos fope --out runs_out/fope
-    the paper's recipe; with torchrun --nproc_per_node=4 in place of python on four GPUs
+    This is the paper's recipe. On four GPUs type torchrun --nproc_per_node=4 in place of python:
         python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
-    the weights of another run, with another embedding or training length
+    This starts from the weights of another run, with another embedding or training length:
         python train.py --init_from runs_out/rope_60M --pos fope --out runs_out/x
 
 The folder --out gets log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step.
-Ctrl-C finishes the step and saves; so do SIGTERM and Slurm's SIGUSR1. (A GPU is asked for the loss,
-and a signal is noticed, only when a line is logged.) The same command with --resume continues, on a
-CPU with bit-identical weights. A kill or a crash costs the steps since the last checkpoint.
+Ctrl-C, SIGTERM and Slurm's SIGUSR1 save the run and end it: on a CPU after this step, on a GPU when
+the next line is logged. `train.py --resume --out FOLDER` continues. On a CPU the weights are then
+equal, bit for bit, to those of a run that was never stopped. A kill or a crash loses the steps
+since the last checkpoint. With --task passkey --task_share 1 a model is trained on passkeys.
 """
 
 import math
@@ -77,9 +78,10 @@ def parse_args(argv):
 
 def make_model(run, given, resume, device):
     """
-    A model, its optimizer and training data, and the number of steps it has been trained: as it was
-    saved, with the weights of another run, or new. given: the fields of the recipe that were given
-    as flags.
+    Returns (model, optimizer, training data, step). The model is the one that was saved in the
+    run's folder, or has the weights of another run, or is new. step is the number of steps that it
+    has been trained. given: the fields of the recipe that were given as flags. Sets run.about and
+    run.log, which are saved with the model.
     """
     saved = None
     if holds_a_run(run.folder, given, resume):  # as it was saved
@@ -224,15 +226,16 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
         while step < min(stop_at or n_steps, n_steps) and not stop:
             # set the learning rate of this step
             for group in optimizer.param_groups:
-                peak = group["initial_lr"]
-                group["lr"] = learning_rate(step, n_steps, recipe.warmup_steps, peak)
+                lr = learning_rate(step, n_steps, recipe.warmup_steps, peak=group["initial_lr"])
+                group["lr"] = lr
 
             # forward and backward; while a GPU computes, the next batch is made
             loss = accumulate_gradients(model, batch, n_micro)
             batch = batches.batch(step + 1, device)
 
-            # what all processes must agree on: the mean loss, and whether one was told to stop
-            agreed = torch.stack((loss / common.world_size(), torch.full_like(loss, run.signum)))
+            # two numbers of all processes: the mean loss, and whether one of them was told to stop
+            told_to_stop = torch.full_like(loss, run.signum)
+            agreed = torch.stack((loss / common.world_size(), told_to_stop))
             agreed = common.all_reduce_sum(agreed)
 
             # clip the gradients and update the weights
@@ -254,7 +257,7 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
                 tokens = step * tokens_per_step
                 seconds = max(time.monotonic() - last_time, 1e-9)
                 tokens_per_s = (step - last_step) * tokens_per_step / seconds
-                line = {"step": step, "tokens": tokens, "loss": loss, "lr": group["lr"]}
+                line = {"step": step, "tokens": tokens, "loss": loss, "lr": lr}
                 line |= throughput(tokens_per_s, raw_model, device)
                 progress = f"loss {loss:.3f}"
                 if validate:
@@ -286,8 +289,9 @@ def main(argv=None):
     print(f"step {step:,} of {recipe.n_steps:,} is saved; now: {next_command(run, recipe, step)}")
     if run.signum:
         sys.exit(128 + run.signum)
-    for name in args.evaluate if step == recipe.n_steps else []:
-        import_module(f"eval_{name}").main([str(args.out), "--device", args.device])
+    if step == recipe.n_steps:
+        for name in args.evaluate:
+            import_module(f"eval_{name}").main([str(args.out), "--device", args.device])
 
 
 if __name__ == "__main__":

@@ -1,29 +1,30 @@
 r"""
-Why does a longer text break RoPE? Take the cause away, without training: the loss comes back.
+Why does a longer text break RoPE? Change what far keys show, without training: the loss comes back.
 
     python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
     python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held --conditions places
     python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
         --name others --conditions none near "both, wrapped"
 
-In training no key is train_len tokens back or more. Further back, a pair that completes cycles in
-training shows an angle that it has shown before; a slow pair, under FoPE's floor, shows a new one.
-So the same weights read the same text, but for some pairs a key that is d >= train_len back is
-turned as if it stood where training had keys:
+A far key is train_len tokens back or more. Training had none. A pair that completes turns in
+training has shown the angle of such a key before. A slow pair, which is under FoPE's floor, shows a
+new angle. Is that what hurts? A trained model reads a text once as it is. Then it reads the text
+again, but in the slow pairs, in the fast pairs or in both a far key is turned as if it stood
+elsewhere:
 
-    wrapped    at the distance train_len/2 + (d - train_len/2) mod train_len/2
-    held       at the distance train_len - 1; "held 2x": at twice train_len, less 1
-    recent     at the distance (d mod train_len/2), as if it were one of the last keys
+    held at D    every far key shows the angle of the distance D
+    wrapped      a key at distance d shows train_len/2 + (d - train_len/2) mod train_len/2
+    recent       a key at distance d shows d mod train_len/2, as if it were one of the last keys
 
-"none" changes nothing, "near" hides all such keys. The damage is none minus near. Look at: the
-share of it that goes when the slow pairs alone, the fast ones alone, or both are put back.
+"none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
+damage of the far keys. Two results matter: how much of the damage is left, and how much attention
+the far keys still get.
 
-Said beforehand: new angles of slow pairs are not the cause if putting them back removes no more of
-the damage than putting back the fast pairs, or if a model without slow pairs (theta 94, FoPE) gains
-as much as RoPE does. "recent" came later: it has no new angles either, so it should take most of
-the damage away, too. If it does not, slow pairs must score far keys as far. Last came other places
-to hold at: if new angles are what hurts, slow pairs held at 1.5, 2 and 3 times train_len take away
-less than half of what they do at 0.5 and 0.75, the fast ones about the same at each.
+These predictions were made before the runs. New angles of slow pairs are not the cause if changing
+the slow pairs removes no more of the damage than changing the fast pairs. They are not the cause
+either if a model without slow pairs (RoPE with theta 94, FoPE) gains as much as RoPE does. Slow
+pairs that are held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half of
+what they do at 0.5 and 0.75 times; fast pairs remove about the same at each place.
 """
 
 import math
@@ -46,17 +47,23 @@ CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
 USUAL = list(CONDITIONS)
 CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
-HELD = {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}  # at so many train_len, less 1
-HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 3x": 3}
+HELD = {"held 0x": 0, "held 0.06x": 1 / 16, "held 0.12x": 1 / 8, "held 0.25x": 1 / 4}  # train_len
+HELD |= {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}
+HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 2.5x": 2.5, "held 3x": 3}
 AT_PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
 CONDITIONS |= AT_PLACES
 PLACES = ["none", "near", *AT_PLACES]
 
 
+def held_distance(place, train_len):
+    """The distance in tokens of a place in HELD; from half of train_len on it is one less."""
+    return int(HELD[place] * train_len) - (HELD[place] >= 0.5)
+
+
 class PutBack(PositionEmbedding):
     """
-    A trained embedding that turns pairs, whose keys of train_len tokens back or more are read
-    otherwise: `how` is "none", "near" or as above, `put_back` names the pairs that are.
+    A trained embedding that turns pairs, but far keys are turned otherwise. how: "none", "near" or
+    one of the ways above. put_back: the pairs that are turned so, "slow", "fast" or both.
     """
 
     def __init__(self, pos, how, put_back):
@@ -79,7 +86,8 @@ class PutBack(PositionEmbedding):
             turned_q = self.turned(q, t, dims)
             part = turned_q @ self.turned(k, t, dims).mT
             if pairs in self.put_back and self.how in HELD:
-                last, first = torch.full_like(t, int(HELD[self.how] * N) - 1), torch.zeros_like(t)
+                last = torch.full_like(t, held_distance(self.how, N))
+                first = torch.zeros_like(t)
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
             elif pairs in self.put_back:
@@ -102,8 +110,9 @@ class PutBack(PositionEmbedding):
 
 def measure(run, length, n_windows, conditions, device):
     """
-    One run: its loss under each condition, the damage, the share of it that goes; in steps of STEP
-    positions the loss and the last layer's attention by distance (attention_row.py).
+    Measure one run: its loss under each condition; the damage; the share of it that is removed; the
+    share of the last layer's attention that far keys get, where there are far keys. Of the usual
+    conditions also the loss and that attention in steps of STEP positions (attention_row.py).
     """
     model, _, _ = load_checkpoint(run, device)
     trained = [block.attn.pos for block in model.blocks]
@@ -117,9 +126,13 @@ def measure(run, length, n_windows, conditions, device):
             block.attn.pos = PutBack(pos, how, put_back)
         at = window_loss(model, windows, length).mean(axis=0)
         loss[condition] = float(at.mean())
-        found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
         rows = attention_rows(model, windows, length)
-        found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]
+        n_near = model.config.train_len // STEP
+        far = np.mean([sum(row[n_near:]) for row in rows[n_near:]])
+        found["far_attention"][condition] = round(float(far), 4)
+        if condition in (*USUAL, "slow, recent"):
+            found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
+            found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
     damage = loss["none"] - loss["near"]
     removed = {c: (loss["none"] - loss[c]) / damage for c in conditions if "," in c}
@@ -155,21 +168,30 @@ def draw(rows, train_len):
 
 
 def draw_places(rows, train_len):
-    """The share of the damage that goes, by the distance that far keys are held at."""
-    fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
-    places = [m * train_len for m in HELD.values()]
-    for pairs, color in (("slow", RED), ("fast", BROWN)):
-        shares = [[100 * row["removed"][f"{pairs}, {how}"] for how in HELD] for row in rows]
-        ax.plot(places, np.mean(shares, axis=0), color=color, label=f"{pairs} pairs")
-        ax.plot(places, np.transpose(shares), "o", color=color, ms=3.5)
-    ax.axvline(train_len, color="black", lw=0.8, ls=":")
-    ax.axhline(0, color=GREY, lw=0.8)
-    ax.set_xscale("log")
-    ax.set_xticks(places, [f"{place:.0f}" for place in places])
-    ax.minorticks_off()
-    title = "Held at old angles slow pairs do next to no damage, at new ones nearly all of it"
-    where = "distance that far keys are held at; past the dotted line slow pairs show new angles"
-    tidy(ax, where, "% of the damage that goes (dots: each seed)", title)
+    """What is left of the damage, and what attention far keys get, by the distance they show."""
+    fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
+    places = [held_distance(place, train_len) for place in HELD]
+
+    def left(row, condition):
+        return 100 * (1 - row["removed"][condition])
+
+    def attention(row, condition):
+        return 100 * row["far_attention"][condition]
+
+    for ax, number in zip(axes, (left, attention), strict=True):
+        for pairs, color, marker in (("slow", RED, "o"), ("fast", BROWN, "s")):
+            values = [[number(row, f"{pairs}, {place}") for place in HELD] for row in rows]
+            mean, marks = np.mean(values, axis=0), np.transpose(values)
+            ax.plot(places, mean, color=color, label=f"{pairs} pairs show another distance")
+            ax.plot(places, marks, marker, color=color, ms=3, alpha=0.6)
+        ax.axvline(train_len, color="black", lw=0.8, ls=":")
+    axes[0].axhline(100, color=GREY, lw=0.8)
+    axes[0].axhline(0, color=GREY, lw=0.8)
+    as_it_is = np.mean([attention(row, "none") for row in rows])
+    axes[1].axhline(as_it_is, color=GREY, lw=0.8)
+    where = "distance that all far keys show; dotted: training length"
+    tidy(axes[0], where, "% of the damage that is left", "100: as it is; 0: far keys are hidden")
+    tidy(axes[1], where, "% of attention that far keys get", "grey line: as it is")
     return fig
 
 
@@ -187,8 +209,7 @@ def main(argv=None):
     if args.conditions == ["places"]:
         args.conditions = PLACES
     device = init_distributed(args.device)
-    how = args.length, args.windows, args.conditions, device
-    rows = [measure(run, *how) for run in args.runs]
+    rows = [measure(run, args.length, args.windows, args.conditions, device) for run in args.runs]
     train_len = load_checkpoint(args.runs[0])[0].config.train_len
     numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
     first = [row for row in rows if row["name"] == rows[0]["name"]]

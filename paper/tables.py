@@ -181,8 +181,8 @@ CITED = {  # of each kind its numbers: title, name in the json, factor, digits
 # the rows of README's table: a label, and its name there
 HEADLINE = {
     "RoPE": "RoPE",
-    "RoPE, YaRN told the length": "the same RoPE models, read with YaRN",
-    "RoPE, window of 512": "the same RoPE models, read with a window",
+    "RoPE, YaRN told the length": "trained as RoPE, reads with YaRN",
+    "RoPE, window of 512": "trained as RoPE, reads with a window of 512",
     "RoPE, theta 94": "RoPE with theta 94",
     "FoPE": "FoPE",
     "FoPE, floor alone": "FoPE, the floor alone",
@@ -246,7 +246,13 @@ def headline_table(folder):
         if cells := found.get(label):
             n_models = ", ".join(cells.get(title, "-") for title in titles)
             rows.append([name, *(cells.get(column, "-") for column in columns), n_models])
-    names = ["perplexity at 512", "at 8192", "whole keys found at 512, %", "at 2048, %", "models"]
+    names = [
+        "perplexity at 512",
+        "at 8192",
+        "whole passkeys found at 512, %",
+        "at 2048, %",
+        "models",
+    ]
     return grid(["", *names], rows)
 
 
