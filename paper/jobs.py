@@ -21,6 +21,7 @@ from pathlib import Path
 
 import common
 from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors, read_json
+from paper.results import check_result
 from recipe import MAY_CHANGE, Recipe, parse_lengths
 
 LIBC = ctypes.CDLL(None)
@@ -54,7 +55,8 @@ class Job:
 def answers(path, asked):
     """Whether a result is of a whole run of a recipe, asked as it asks. Refused if of another."""
     stored, n_steps = read_json(path), asked.n_steps
-    result, asked = stored["recipe"], vars(asked.resolved())
+    check_result(stored, path)
+    result, asked = vars(Recipe(**stored["recipe"])), vars(asked.resolved())
     for name, was in result.items():
         if name not in (*MAY_CHANGE, "tokenizer", "vocab_size") and was != asked.get(name):
             what = f"{path} is of a model with {name} {was}, not {asked.get(name)}"

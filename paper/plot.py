@@ -60,12 +60,16 @@ def styles(labels):
     return {label: line | goes_on.get(label, {}) for label, line in style.items()}
 
 
+def no_tex(text):
+    return text.replace("$", r"\$")
+
+
 def draw_lines(ax, by_label, name, style, spread):
     """The mean over seeds of each label, with a "band" of std or each seed's "dots" around it."""
     for i, (label, results) in enumerate(by_label.items()):
         lengths, mean, std, n = seed_stats(results, name)
-        shown, colour = label.replace("$", r"\$"), style[label]["color"]  # $ would begin TeX
-        ax.plot(lengths, mean, label=shown, ms=5, **style[label])
+        colour = style[label]["color"]
+        ax.plot(lengths, mean, ms=5, **style[label])
         if n > 1 and spread == "band":
             ax.fill_between(lengths, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
         if n > 1 and spread == "dots":  # beside each other, not upon each other
@@ -98,7 +102,7 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     few, many = (f(map(len, by_label.values())) for f in (min, max))
     seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
     seeds += {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
-    ax.set_title(f"{what} ({'one seed' if many == 1 else seeds})", fontsize=10)
+    ax.set_title(f"{no_tex(what)} ({'one seed' if many == 1 else seeds})", fontsize=10)
     train_len, lengths = train_len_of(every), sorted({n for r in every for n in r["lengths"]})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
@@ -130,11 +134,9 @@ def figure_length(results, message="", answers="accuracy"):
         draw_panel(ax, results[kind], kind, name, style, spread)
     if message:
         fig.suptitle(message, fontsize=12, fontweight="bold")
-    handles = {}
-    for ax in fig.axes:
-        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    handles = [plt.Line2D([], [], ms=5, **line) for line in style.values()]
     layout = dict(loc="outside lower center", ncols=in_legend, frameon=False, fontsize=SMALL)
-    fig.legend(handles.values(), handles.keys(), **layout)
+    fig.legend(handles, map(no_tex, style), **layout)  # not by ax.legend, which leaves "_x" out
     return fig
 
 
@@ -169,7 +171,8 @@ def main(argv=None):
             raise Refused(f"--out {out} is a folder; give a name in it, without .png")
         every = [r for labels in results.values() for rows in labels.values() for r in rows]
         quick = all("quick" in r["recipe"].get("preset", "") for r in every)  # demo.sh --quick
-        message = f"After {every[0]['step']} steps of training this means nothing" if quick else ""
+        few = f"After {every[0].get('step', 'few')} steps of training this means nothing"
+        message = few if quick else ""
         drawn = draw(results, out, message=message)
         print(markdown_table(results))
         print(f"\nfigure: {drawn}", file=sys.stderr)

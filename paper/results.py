@@ -10,13 +10,14 @@ less than they do. Models read on two corpora have results for each.
 import itertools
 import re
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import MAY_CHANGE, Recipe, parse_lengths
+from recipe import MAY_CHANGE, Recipe, is_a, parse_lengths
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -75,10 +76,33 @@ def load_results(paths, of_today=()):
 
 
 def check_result(result, path):
-    """Refuse what is no evaluation; its lengths become numbers."""
+    """Refuse what is no evaluation, or one of other code than this; its lengths become numbers."""
     if not (isinstance(result, dict) and {"kind", "recipe", "lengths"} <= result.keys()):
         raise Refused(f"{path} is no result of eval_perplexity.py or eval_passkey.py")
+    if problem := next(problems(result), None):
+        raise Refused(f"{path} is no result of this version of the code: {problem}")
     result["lengths"] = {int(length): row for length, row in result["lengths"].items()}
+
+
+def problems(result):
+    """What keeps a result from being drawn. Only the first is sure: others may follow from it."""
+    kinds = dict(kind=str, recipe=dict, lengths=dict, label=str | None, step=int | None, data=str)
+    for name, kind in kinds.items():
+        if name in result and not is_a(result[name], kind):
+            yield f"its {name} is {result[name]!r}"
+    recipe, types = result["recipe"], {field.name: field.type for field in fields(Recipe)}
+    for name in sorted({"pos", "seed", "train_len"} - recipe.keys()):
+        yield f"its recipe has no {name}"
+    for name, value in recipe.items():
+        if name not in types or not is_a(value, types[name]):
+            yield f"its recipe has {name}={value!r}"
+    numbers = ("accuracy", "token_accuracy") if is_task(result["kind"]) else ("loss", "perplexity")
+    for length, row in result["lengths"].items():
+        if not str(length).isdecimal():
+            yield f"it has a length of {length!r}"
+        for name in numbers:
+            if not isinstance(row, dict) or not is_a(row.get(name), float):
+                yield f"its row of length {length} has no {name}"
 
 
 def check_together(by_kind):
@@ -139,8 +163,8 @@ def label_of(result):
     recipe = result["recipe"]
     step, steps = result.get("step"), Recipe(**recipe).n_steps
     half = f" (step {step:,} of {steps:,})" if step is not None and step < steps else ""
-    if result.get("label"):
-        return result["label"] + half
+    if label := " ".join((result.get("label") or "").split()):  # on one line
+        return label + half
     name = NAMES.get(recipe["pos"], recipe["pos"])
     if recipe.get("qk_norm"):
         name += " + QK-norm"

@@ -41,9 +41,11 @@ DIFFERENCES = {  # the same, of what is compared seed by seed
 
 
 def grid(columns, rows):
-    """A Markdown table, whose first column is text."""
-    lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    """A Markdown table, whose first column is text. What a label holds is text, too, no mark."""
+    cells = [[re.sub(r"[|<]", r"\\\g<0>", cell) for cell in row] for row in (columns, *rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    lines.insert(1, "|---" + "|--:" * (len(columns) - 1) + "|")
+    return "\n".join(lines)
 
 
 def markdown_table(results, to="FoPE", only_differences=False):

@@ -160,7 +160,8 @@ def test_an_embedding_of_ones_own_stands_beside_those_known(tmp_path, monkeypatc
 
 
 def result_of(recipe, **changes):
-    return {"recipe": vars(recipe.resolved()) | changes, "step": recipe.n_steps}
+    recipe, step = vars(recipe.resolved()) | changes, recipe.n_steps
+    return {"kind": "perplexity", "lengths": {}, "recipe": recipe, "step": step}
 
 
 def job(tmp_path, name, code="", needs="", tokens=7):
@@ -267,6 +268,9 @@ def test_a_result_typed_by_hand_is_not_taken_for_the_figures(tmp_path):
         assert not made.done()
     path.write_text(json.dumps(result_of(made.recipe, lengths="512,2x,4x,8x,8192")))
     assert made.done()
+    path.write_text(json.dumps(result_of(made.recipe, dropout=0.0)))  # of other code than this
+    with pytest.raises(Refused, match=r"a\.json .*dropout"):
+        made.done()
 
 
 # --- the command

@@ -148,8 +148,47 @@ def test_what_is_no_result_is_refused(tmp_path):
     refuses(plot.main, [])
 
 
-def test_labels_are_text_in_a_figure(tmp_path):
-    """And no TeX, which may be wrong."""
-    path = changed(result_file(tmp_path, "passkey", "rope", 0, 1.0), label=r"$\frac{1}$ $$")
-    plot.main([str(path), "--out", str(tmp_path / "fig")])
+TEX = r"$\frac{1}$ $$"
+
+
+@pytest.mark.parametrize("label", ["_mine", "__init", "a|b", "<b>", "two\nlines", TEX, "$5, $6"])
+def test_a_label_is_text_in_figure_and_table(tmp_path, label):
+    """Whatever it would mean to matplotlib, to TeX, which may be wrong, or to Markdown."""
+    other = result_file(tmp_path, "passkey", "fope", 0, 1.0)
+    mine = changed(result_file(tmp_path, "passkey", "rope", 0, 1.0), label=label)
+    plot.main([str(mine), "--out", str(tmp_path / "fig")])
     assert (tmp_path / "fig.png").exists()
+    results, label = load_results([mine, other]), label.replace("\n", " ")
+    figure = plot.figure_length(results)
+    figure.canvas.draw()
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == [label.replace("$", r"\$"), "FoPE"]
+    lines = [line for line in tables.markdown_table(results).splitlines() if line]
+    cell = label.replace("|", r"\|").replace("<", r"\<")
+    assert any(line.startswith(f"| {cell} | 1 |") for line in lines)
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda r: r["recipe"].update(dropout=0.0), "dropout"),
+        (lambda r: r["recipe"].pop("pos"), "pos"),
+        (lambda r: r["recipe"].pop("seed"), "seed"),
+        (lambda r: r["recipe"].update(pos_args=None), "pos_args"),
+        (lambda r: r.update(recipe=None), "recipe"),
+        (lambda r: r.update(lengths={f"{n}x": row for n, row in r["lengths"].items()}), "128x"),
+        (lambda r: r.update(lengths=[128]), "lengths"),
+        (lambda r: r["lengths"]["128"].pop("loss"), "loss"),
+        (lambda r: r["lengths"]["256"].update(perplexity=None), "perplexity"),
+        (lambda r: r.update(label=5), "label"),
+        (lambda r: r.update(kind=5), "kind"),
+    ],
+)
+def test_a_result_of_other_code_is_refused_with_its_file_and_field(tmp_path, change, word):
+    path = result_file(tmp_path, "perplexity", "rope", 0, 1.0)
+    plot.main([str(path)])
+    result = json.loads(path.read_text())
+    change(result)
+    path.write_text(json.dumps([result]))
+    refuses(plot.main, [path], str(path), word)
