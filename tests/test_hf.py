@@ -465,23 +465,38 @@ def test_passkeys_of_the_harness_are_ours(benchmark, llama_folder):
         assert len(trial["answer"]) == n
 
 
-def test_passkeys_have_one_blank_where_their_text_has_one(benchmark, monkeypatch):
-    """With a tokenizer that puts a blank before what it encodes, as Llama's does."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+BLANKS = ["before a text", "before a text, and digits with their blank", "before each part"]
+
+
+@pytest.mark.parametrize("how", BLANKS)
+def test_passkeys_have_one_blank_where_their_text_has_one(how, benchmark, monkeypatch):
+    """With tokenizers that put a blank before what they encode, as Llama's first does."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     from hf.tasks import functions
 
-    letters = {chr(i): i for i in range(128)} | {"▁": 128}
-    llamas = Tokenizer(models.BPE(letters, []))
-    blanks = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    llamas.normalizer = normalizers.Sequence(list(blanks))
+    letters, merges = {chr(i): i for i in range(128)} | {"▁": 128}, []
+    if how == BLANKS[1]:
+        merges = [("▁", str(i)) for i in range(10)]
+        letters |= {"▁" + digit: 129 + i for i, (_, digit) in enumerate(merges)}
+    llamas = Tokenizer(models.BPE(letters, merges))
+    if how == BLANKS[2]:  # of which numbers are one: text -> tokens -> text adds blanks
+        parts = pre_tokenizers.Digits(), pre_tokenizers.Metaspace("▁", "always")
+        llamas.pre_tokenizer = pre_tokenizers.Sequence(list(parts))
+    else:
+        blanks = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+        llamas.normalizer = normalizers.Sequence(list(blanks))
     to_text = decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
     llamas.decoder = decoders.Sequence(list(to_text))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=llamas)
     monkeypatch.setattr(functions.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
     for trial in functions.passkeys("x", max_length=448, trials=3)["test"]:
-        assert "  " not in (text := trial["prompt"] + trial["answer"]) and "\n " not in text
+        text = trial["prompt"] + trial["answer"]
+        assert "  " not in text and "\n " not in text
         assert re.fullmatch(r" ?\d{5}", trial["answer"]) and re.search(r"key is \d{5}$", text)
+        ids, key = tokenizer.encode(text), tokenizer.encode(text[-8:])  # "is 75936"
+        found = [i for i in range(len(ids)) if ids[i : i + len(key)] == key]
+        assert len(found) == 2 and found[1] == len(ids) - len(key)  # in the needle, as asked for
 
 
 TASK = """

@@ -1,6 +1,7 @@
 """What the tasks in this folder need beyond lm-evaluation-harness."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from datasets import Dataset
@@ -36,14 +37,19 @@ def passkeys(pretrained, max_length=None, tokenizer=None, trials=100, **others):
     """Passkey's trials of max_length tokens. What is in --model_args and --metadata arrives."""
     length = max_length or AutoConfig.from_pretrained(pretrained).max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(tokenizer or pretrained)
-    zero = tokenizer.encode("0", add_special_tokens=False)
+    pieces = {}  # of text, one for each token: a number
 
-    def encode(text):  # as within a text: some tokenizers put a blank before a first word
-        return tokenizer.encode("0" + text, add_special_tokens=False)[len(zero) :]
+    def encode(text):
+        """Joined, the pieces are the text, also where a tokenizer puts a blank before each part."""
+        text = "0" + text  # encoded as within a text, not as its beginning
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [1, *(end for _, end in found["offset_mapping"] if end > 1)]
+        return [pieces.setdefault(text[a:b], len(pieces)) for a, b in pairwise(ends)]
 
     task, rng, rows = Passkey(encode), np.random.default_rng((0, length)), []
     for _ in range(trials):
         tokens, n, _ = task.sample(length, rng)
-        text, prompt = tokenizer.decode(tokens), tokenizer.decode(tokens[:-n])
-        rows.append({"prompt": prompt, "answer": text.removeprefix(prompt)})
+        texts = [*pieces]
+        prompt, answer = ("".join(texts[i] for i in part) for part in (tokens[:-n], tokens[-n:]))
+        rows.append({"prompt": prompt, "answer": answer})
     return {"test": Dataset.from_list(rows)}
