@@ -4,7 +4,10 @@ NoPE, ALiBi, RoPE or FoPE in a Llama of the transformers library.
     model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM-1.7B")
     swap_position_embedding(model, "fope", train_len=4096)
     model.save_pretrained(FOLDER)               # with coefficients and choice
-    model = load(FOLDER)                        # or any Auto class, once hf.swap is imported
+    model = load(FOLDER)
+
+Once hf.swap is imported, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification and
+AutoModelForTokenClassification read it, too. The heads of the last two are new.
 
 In the place of the library's attention is one that turns queries and keys by an embedding of ours,
 at the positions that the model is given, before the keys enter the cache.
@@ -132,7 +135,9 @@ class SwappedConfig(LlamaConfig):
         """The library wants a function of this name for SWAPPED."""
 
 
-class SwappedLlama(LlamaForCausalLM):
+class Swapped:
+    """What a swapped model has, whatever its head."""
+
     config_class = SwappedConfig
     _keep_in_fp32_modules_strict = ("pos.embedding",)
 
@@ -140,14 +145,37 @@ class SwappedLlama(LlamaForCausalLM):
         super().__init__(config)
         if not config.swap:
             raise Refused("this is no swapped model: swap_position_embedding makes one")
-        install(self, new_positions(self, config.swap))
+        if not isinstance(self.base_model.rotary_emb, Positions):  # AutoModel has made it so
+            install(self, new_positions(self, config.swap))
+
+
+class SwappedModel(Swapped, llama.LlamaModel):
+    """Without a head."""
+
+
+class SwappedLlama(Swapped, LlamaForCausalLM):
+    """With a head for the next token: what swap_position_embedding makes."""
 
     def _get_static_cache_init_shape(self):
         """The library would make a cache of the config's shape; ALiBi's keys are wider."""
 
 
+class SwappedSequenceClassifier(Swapped, llama.LlamaForSequenceClassification):
+    """With a head for a class of each text, not trained yet."""
+
+
+class SwappedTokenClassifier(Swapped, llama.LlamaForTokenClassification):
+    """With a head for a class of each token, not trained yet."""
+
+
 transformers.AutoConfig.register(SwappedConfig.model_type, SwappedConfig)
-transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
+for auto, made in (
+    (transformers.AutoModel, SwappedModel),
+    (transformers.AutoModelForCausalLM, SwappedLlama),
+    (transformers.AutoModelForSequenceClassification, SwappedSequenceClassifier),
+    (transformers.AutoModelForTokenClassification, SwappedTokenClassifier),
+):
+    auto.register(SwappedConfig, made)
 load = SwappedLlama.from_pretrained
 
 
@@ -178,7 +206,7 @@ def new_positions(model, swap):
     config, new = our_config(model.config, swap), []
     with torch.device("cpu"):
         check_pos(config)
-    for block in model.model.layers:
+    for block in model.base_model.layers:
         new.append(LayerPosition(config))
         if hasattr(block.self_attn, "pos"):
             inherit(new[-1].embedding, copy.deepcopy(block.self_attn.pos.embedding).cpu())
@@ -189,15 +217,15 @@ def install(model, positions):
     """Put a LayerPosition and our attention into each layer."""
     rope = {"rope_type": SWAPPED, "learned_type": learned_type(model.config)}
     model.config.rope_parameters = model.config.rope_parameters | rope
-    for block, pos in zip(model.model.layers, positions, strict=True):
+    for block, pos in zip(model.base_model.layers, positions, strict=True):
         layer, config, weight = block.self_attn, model.config, block.self_attn.q_proj.weight
         layer.__class__, layer.pos = Attention, pos if weight.is_meta else pos.to(weight.device)
         for name in () if hasattr(layer, "q_norm") else ("q_norm", "k_norm"):
             norm = nn.LayerNorm(config.head_dim, eps=1e-6, bias=False)
             layer.register_module(name, norm if config.swap["qk_norm"] else nn.Identity())
-    if not isinstance(model.model.rotary_emb, Positions):
-        model.model.rotary_emb = Positions()
-        model.model.register_forward_pre_hook(count_positions, with_kwargs=True)
+    if not isinstance(model.base_model.rotary_emb, Positions):
+        model.base_model.rotary_emb = Positions()
+        model.base_model.register_forward_pre_hook(count_positions, with_kwargs=True)
 
 
 def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0, **pos_args):

@@ -127,6 +127,25 @@ def test_saved_and_loaded(swapped, tmp_path):
         assert agree.float().mean() > 0.8
 
 
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
+def test_auto_classes_read_a_swapped_model(swapped, head, tmp_path):
+    """Without its head or with that of a classifier, which is saved and read as any model is."""
+    ids, swap = tokens(2, 30), swapped.config.swap
+    with torch.no_grad():
+        hidden = swapped.base_model(ids).last_hidden_state
+    swapped.save_pretrained(tmp_path / "swapped")
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    model = auto.from_pretrained(tmp_path / "swapped", num_labels=3).eval()
+    for base in (transformers.AutoModel.from_pretrained(tmp_path / "swapped"), model.base_model):
+        with torch.no_grad():
+            assert torch.equal(base.eval()(ids).last_hidden_state, hidden)
+    model.config.pad_token_id = 0
+    before = logits(model, ids)
+    assert before.size(-1) == 3 and model.config.swap == swap
+    model.save_pretrained(tmp_path / "classifier")
+    assert torch.equal(logits(auto.from_pretrained(tmp_path / "classifier").eval(), ids), before)
+
+
 def test_the_same_seed_swaps_in_the_same_noise():
     a, b, c = (swap_position_embedding(random_llama(), "fope", 40, seed=s) for s in (0, 0, 1))
     coefs = [m.model.layers[0].self_attn.pos.embedding.cos_coef for m in (a, b, c)]
