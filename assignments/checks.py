@@ -1,9 +1,9 @@
 """
 What is checked of each sheet, for how many points, and the sentence where it is wrong.
 
-CHECKS is the table: (sheet, points, name, sentence, function of a HandIn). The function gives
-questions (name, *args), to which the student's answer must be that of the right file, or raises
-Wrong. Each function is asked alone, on inputs of its own: a mistake costs nothing in another.
+CHECKS is the table: (sheet, points, name, sentence, function of Inputs). The function gives the
+check's questions (name, *args). The student's answers must be those of the right file. Each
+function is asked alone, on inputs of its own: a mistake costs nothing in another.
 
 MISTAKES are the usual ones. A student who answers as the right file does with one of them is told
 which it is. It costs once: later questions to that function compare with the same mistake.
@@ -13,6 +13,7 @@ import inspect
 import math
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 
 import child
@@ -28,7 +29,34 @@ import fope
 
 FILES = dict.fromkeys([1, 2, 3, 4], "fope.py") | {5: "evaluation.py", 6: "mine.py"}
 RIGHT = {"fope.py": inspect.getsource(fope), "evaluation.py": inspect.getsource(evaluation)}
-RIGHT["mine.py"] = "from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
+
+
+class Inputs:
+    """Random numbers, which depend on the seed alone: each student of a batch gets the same."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape):
+        return torch.randn(*shape, generator=self.generator)
+
+    def integers(self, low, high, n=1):
+        """n integers of low .. high."""
+        return torch.randint(low, high + 1, (n,), generator=self.generator).tolist()
+
+
+@cache
+def questions(function, seed):
+    return function(Inputs(seed))
+
+
+@cache
+def right(file, function, seed, changes=()):
+    """The right file's answers; with changes, (old text, new text), those that it gives then."""
+    text = RIGHT[file]
+    for old, new in changes:
+        text = text.replace(old, new, 1)
+    return child.ask(file, text.encode(), questions(function, seed))["value"]
 
 
 class Wrong(Exception):
@@ -40,82 +68,145 @@ class Known(Wrong):
 
 
 class HandIn:
-    """A student's file, the right one, and random numbers."""
+    """A student's file, its answers, and the mistakes that have cost points already."""
 
     def __init__(self, file, text, seed):
-        self.file, self.text, self.slow = file, text, 0
-        self.followed = {}  # {function: what is replaced in the right file}
-        self.generator = torch.Generator().manual_seed(seed)
+        self.file, self.text, self.seed = file, text, seed
+        self.answers = {}  # {function of a check: what child.ask returns}
+        self.mistakes = {}  # {name of a question: changes that give the right file this mistake}
+        self.unnamed = set()  # checks that are wrong, and no mistake of MISTAKES is why
+        self.other_dtype = set()  # names of questions whose dtype has cost points
 
-    def randn(self, *shape):
-        return torch.randn(*shape, generator=self.generator)
-
-    def integers(self, low, high, n=1):
-        """n integers of low .. high."""
-        return torch.randint(low, high + 1, (n,), generator=self.generator).tolist()
-
-    def student(self, *question):
-        """The student's answer. Wrong: there is none, and why."""
-        if self.slow == 3:
-            raise Known("three calls have not ended")
-        answer = child.ask(self.file, self.text, *question)
+    def student(self, function):
+        """The student's answers to a check. Wrong: there are none, and why."""
+        if function not in self.answers:
+            if sum("no end" in a.get("error", "") for a in self.answers.values()) == 3:
+                raise Known("three calls have not ended")
+            self.answers[function] = child.ask(self.file, self.text, questions(function, self.seed))
+        answer = self.answers[function]
+        if answer.get("dtype", torch.float32) != torch.float32 and None not in self.other_dtype:
+            self.other_dtype.add(None)
+            raise Known(f"{self.file} sets torch's default dtype, and so that of the whole model")
         if "value" in answer:
             return answer["value"]
-        reason = answer["error"]
-        self.slow += reason.startswith("no end")
         if "loaded" not in answer:
-            raise Known(f"{self.file} cannot be loaded: {reason}")
-        raise Known("not written yet") if reason.startswith("NotImpl") else Wrong(reason)
+            raise Known(f"{self.file} cannot be loaded: {answer['error']}")
+        if answer["error"].startswith("NotImplemented"):
+            raise Known("not written yet")
+        raise Wrong(answer["error"])
 
-    def right(self, *question, changes=None):
-        """The right file's answer, or with changes, or with the mistake that the student has."""
-        text = RIGHT[self.file]
-        for old, new in (changes or self.followed.get(question[0], {})).items():
-            text = text.replace(old, new, 1)
-        return child.ask(self.file, text, *question)["value"]
-
-    def ask(self, question, mistakes):
-        """Wrong, if the student's answer is not the right one."""
-        got = self.student(*question)
-        wrong = difference(got, self.right(*question), question[0])
-        for sentence, changes in mistakes if wrong else []:
-            if not difference(got, self.right(*question, changes=changes), question[0]):
-                self.followed[question[0]] = changes
+    def compare(self, name, function):
+        """Wrong, if the student's answers to a check are not the right ones."""
+        got, question = self.student(function), questions(function, self.seed)[0]
+        asked = [x for x in question if isinstance(x, str)][-1]  # train is asked about a function
+        coarse = question[0] == "statistics"
+        expected = right(self.file, function, self.seed, self.mistakes.get(asked, ()))
+        wrong = difference(got, expected, coarse)
+        for sentence, changes in MISTAKES.get(name, []) if wrong else []:
+            changes = tuple(changes.items())
+            if not difference(got, right(self.file, function, self.seed, changes), coarse):
+                self.mistakes[asked] = changes
                 raise Known(sentence)
         if wrong:
-            raise Wrong(wrong)
+            raise Wrong(f"{asked}: {wrong}")
+        dtypes = [(x.dtype, y.dtype) for x, y in zip(leaves(got), leaves(expected), strict=True)
+                  if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)]  # fmt: skip
+        if (other := [d for d in dtypes if d[0] != d[1]]) and asked not in self.other_dtype:
+            self.other_dtype.add(asked)
+            raise Known(f"{asked} gives {other[0][0]}, not {other[0][1]}".replace("torch.", ""))
 
     def reason(self, name, sentence, function):
         """Why a check gives no points; "" if it does."""
         try:
-            for question in function(self) or []:
-                self.ask(question, MISTAKES.get(name, []))
+            if AFTER.get(name) in self.unnamed:
+                raise Known(f"asked only where {AFTER[name]} is right")
+            if function is embedding:
+                embed(self, name)
+            else:
+                self.compare(name, function)
             return ""
         except Known as e:
             return str(e)
         except Wrong as e:
+            self.unnamed.add(name)
             return f"{sentence} ({e})"
         except Exception:
             traceback.print_exc()  # if it is our own mistake, it is shown whole
             return f"{sentence} (what comes back cannot be compared)"
 
 
-def difference(got, right, name):
-    """Why got is not what is right, up to rounding, and nested like it; "" if it is."""
-    if isinstance(right, list | tuple) and isinstance(got, list | tuple) and len(got) == len(right):
-        pairs = zip(got, right, strict=True)
-        return next((wrong for x, y in pairs if (wrong := difference(x, y, name))), "")
-    if isinstance(got, str) and isinstance(right, str):
+def leaves(value):
+    """The numbers and tensors of a nested answer."""
+    nested = isinstance(value, list | tuple)
+    return [leaf for x in value for leaf in leaves(x)] if nested else [value]
+
+
+def difference(got, expected, coarse=False):
+    """Why got is not what is expected, up to rounding, and nested like it; "" if it is."""
+    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+        if len(got) != len(expected):
+            return f"it gives {len(got)} values, not {len(expected)}"
+        pairs = zip(got, expected, strict=True)
+        return next((wrong for x, y in pairs if (wrong := difference(x, y, coarse))), "")
+    if isinstance(got, str) and isinstance(expected, str):
         return got
-    if not all(isinstance(x, int | float | torch.Tensor) for x in (got, right)):
-        return f"{name} gives {type(got).__name__} {str(got)[:40]}"
-    got, right = torch.as_tensor(got), torch.as_tensor(right)
-    if got.shape != right.shape:
-        return f"{name}: the shape is {tuple(got.shape)}, not {tuple(right.shape)}"
-    off = (got.double() - right.double()).abs()
-    coarse = right.dtype == torch.bfloat16 or name == "statistics"
+    if not all(isinstance(x, int | float | torch.Tensor) for x in (got, expected)):
+        return f"it gives {type(got).__name__} {str(got)[:40]}"
+    got, expected = torch.as_tensor(got), torch.as_tensor(expected)
+    if got.shape != expected.shape:
+        return f"the shape is {tuple(got.shape)}, not {tuple(expected.shape)}"
+    off = (got.double() - expected.double()).abs()
+    coarse = coarse or expected.dtype == torch.bfloat16
     same = (off <= (0.03 if coarse else 1e-3)).all()  # not where it is nan
-    return "" if same else f"{name}: values are off by up to {off.max():.3g}"
+    return "" if same else f"values are off by up to {off.max():.3g}"
+
+
+# --- sheet 6
+
+
+def embedding(the):
+    """What is asked of MyEmbedding; with v the identity, attend shows its weights."""
+    return [("embed", "MyEmbedding", dict(head_dim=64, n_head=4, train_len=40),
+             the.randn(3, 2, 4, 64, 64))]  # fmt: skip
+
+
+@cache
+def known_logits(seed):
+    """{an embedding of the project, in words: its logits}."""
+    (kind, _, shape, qkv), names = embedding(Inputs(seed))[0], [*baselines.POSITION_EMBEDDINGS]
+    text = b"from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
+    backwards = qkv.roll(32, -1)  # x2 + i x1 turns the other way
+    asked = [(kind, name, shape, x) for x in (qkv, backwards) for name in names]
+    answers = child.ask("mine.py", text, asked)["value"]
+    names += [f"{name} with the turn's other sign" for name in names]
+    return {name: answer["logits"] for name, answer in zip(names, answers, strict=True)}
+
+
+def multiple(logits, known):
+    """The factor between logits and known ones, before and after training; None if there is none"""
+    factor = (logits * known).sum() / known.square().sum()
+    return factor.item() if (logits - factor * known).abs().max() < 1e-3 else None
+
+
+def embed(hand_in, part):
+    """This part of MyEmbedding must be an embedding's, and of none that the project has."""
+    try:
+        mine = hand_in.student(embedding)[0]
+    except Wrong as e:
+        raise Known(str(e)) from None  # it says nothing of this part
+    known = known_logits(hand_in.seed)
+    keywords = "".join(f", {name} = {value}" for name, value in mine["keywords"].items())
+    pairs = {mine["base"] + keywords: (mine["logits"], mine.get("base logits", known["nope"]))}
+    pairs |= {name: (mine["logits"], logits) for name, logits in known.items()}
+    # what a bias adds to the logits
+    pairs |= {f"the bias of {name}": (mine["logits"] - known["nope"], known[name] - known["nope"])
+              for name in ("alibi", "kerple", "fire")}  # fmt: skip
+    for name, logits in pairs.items():
+        if (factor := multiple(*logits)) is not None:
+            times = "" if abs(factor - 1) < 1e-3 else f", times {factor:.3g}"
+            raise Known(f"It attends as {name}{times}: not your own yet.")
+    if wrong := difference(*mine[part]):
+        raise Wrong(wrong)
 
 
 # --- what is asked
@@ -132,7 +223,7 @@ def freqs(the, n):
 def alibi(the):
     """The fields of an ALiBi of 4 heads. Powers of two: bf16 holds them exactly."""
     slopes = 0.5 ** torch.tensor(the.integers(1, 8, n=4)).float()
-    return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, slopes=slopes)
+    return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, window=None, slopes=slopes)
 
 
 def series(the, n_pairs, sin_pad, T):
@@ -147,22 +238,10 @@ def noise(the, fields):
     return [("statistics", "FoPE.draw_noise", fields, 64, 64)]
 
 
-def accuracy(the, *keys, wrong=0.1, trials=24, training=False):
+def accuracy(the, *keys, wrong=0.1, trials=24, training=False, learns=False):
     """task_accuracy of a model that takes a share of the tokens for others."""
-    return "task_accuracy", keys, wrong, trials, the.integers(1, 10**6)[0], training
-
-
-def embed(the, part):
-    """This part of MyEmbedding must be an embedding's, and of none that the project has."""
-    shape, qkv = dict(head_dim=16, n_head=4, train_len=40), the.randn(3, 2, 4, 60, 16)
-    mine = the.student("embed", "MyEmbedding", shape, qkv)
-    shape["theta"] = mine["theta"]
-    for name in baselines.POSITION_EMBEDDINGS:
-        known = the.right("embed", name, shape, qkv)
-        if not difference(mine["scores"], known["scores"], "scores"):
-            raise Known(f"It is {name} with theta = {mine['theta']:.0f}: not your own yet.")
-    if wrong := difference(*mine[part], part):
-        raise Wrong(wrong)
+    seed = the.integers(1, 10**6)[0]
+    return "task_accuracy", keys, wrong, trials, seed, training, learns
 
 
 CHECKS = [
@@ -176,8 +255,8 @@ CHECKS = [
     (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.",
      lambda the: [("rounding", "apply_rotation", the.randn(1, 2, 90, 16), *the.randn(2, 90, 8))]),
     (1, 2, "in training", "A training cannot use it.",
-     lambda the: [("train", 1, "apply_rotation", the.randn(1, 4, 512, 64),
-                   *the.randn(2, 512, 32))]),
+     lambda the: [("train", 1, "apply_rotation", the.randn(1, 4, 60, 16),
+                   *the.randn(2, 60, 8))]),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
      lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
     (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",
@@ -187,12 +266,12 @@ CHECKS = [
     (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
      lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
     (2, 2, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: do without.",
-     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 8192, 8))]),
+     lambda the: [("lean", "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 8192, 8))]),
     (2, 1, "bf16", "Rounded: bf16 holds j only up to 256, two columns hold more.",
      lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 2048, 8).bfloat16())]),
     (2, 1, "in training", "A training cannot use it.",
-     lambda the: [("train", 3, "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 512, 8))]),
-    (3, 5, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
+     lambda the: [("train", 3, "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 60, 8))]),
+    (3, 4, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
      lambda the: [("above_floor", freqs(the, 40).sort(descending=True)[0], n)
                   for n in (16, *the.integers(50, 200), *the.integers(1000, 1500))]),
     (3, 2, "order", "The frequencies stay in the order in which they come.",
@@ -200,7 +279,9 @@ CHECKS = [
     (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
      lambda the: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
                   for n in the.integers(5, 12)]),
-    (4, 4, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
+    (3, 1, "argument", "The frequencies that are given must stay as they are.",
+     lambda the: [("untouched", "above_floor", freqs(the, 20), 300)]),
+    (4, 3, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
      lambda the: [series(the, 5, 0.0, T) for T in (1, 40, 200)]),
     (4, 2, "constant pairs", "The pairs that stand still come last: cosine 1, sine sin_pad.",
      lambda the: [series(the, n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
@@ -210,34 +291,41 @@ CHECKS = [
     (4, 1, "stride", "With fewer series, K, weight 1 is at every ceil(n_kept/K)-th frequency.",
      lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16)
                   for n in (18, 33, *the.integers(34, 60))]),
-    (4, 1, "noise, paper", "Normal, with sigma as the std; anew each time.",
+    (4, 1, "noise, paper", "Normal, with sigma as the std.",
      lambda the: noise(the, PAPER)),
     (4, 1, "noise, released", "xavier_normal_ of the 3-D tensor with sigma as gain.",
      lambda the: noise(the, RELEASED)),
+    (4, 1, "seed", "Drawn anew at each call, from torch's own generator: --seed decides.",
+     lambda the: [("seeded", "FoPE.draw_noise", PAPER, 16, 16)]),
     (5, 1, "trials", "One default_rng((seed, length)); task.sample(length, rng) once a trial.",
      lambda the: [accuracy(the, "distance") for _ in range(2)]),
-    (5, 3, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
-     lambda the: [accuracy(the, "accuracy", "token_accuracy", "trials", wrong=wrong)
-                  for wrong in (0.0, 1.0)]),
-    (5, 2, "right", "A trial is right if its whole answer is. Answers differ in length.",
-     lambda the: [accuracy(the, "right", "token_accuracy", trials=40) for _ in range(2)]),
     (5, 2, "answer_nll", "The mean over trials of an answer's mean cross-entropy per token.",
      lambda the: [accuracy(the, "answer_nll")]),
+    (5, 2, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
+     lambda the: [accuracy(the, "accuracy", "token_accuracy", "trials", wrong=wrong)
+                  for wrong in (0.0, 1.0)]),
+    (5, 1, "right", "A trial is right if its whole answer is. Answers differ in length.",
+     lambda the: [accuracy(the, "right", "token_accuracy", trials=40) for _ in range(2)]),
+    (5, 1, "share_right", "Of each trial the share of its answer tokens that is right.",
+     lambda the: [accuracy(the, "share_right")]),
     (5, 1, "eval mode", "The model must answer in eval mode, whatever mode it was in.",
      lambda the: [accuracy(the, "accuracy", "token_accuracy", wrong=0.0, training=True)]),
     (5, 1, "no trace", "The model's mode and torch's random state must be left as they were.",
      lambda the: [accuracy(the, "mode", "random", training=b) for b in (True, False)]),
+    (5, 1, "gradients", "A model's logits need gradients: numpy() refuses them without no_grad.",
+     lambda the: [accuracy(the, "trials", learns=True)]),
     (6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.",
-     lambda the: embed(the, "fused")),
-    (6, 2, "causal", "A token may not change what is attended before it.",
-     lambda the: embed(the, "causal")),
-    (6, 1, "position", "The order of the tokens before the last must matter to it.",
-     lambda the: embed(the, "position")),
-    (6, 2, "saved", "A loaded model must be the saved one: is something random no buffer?",
-     lambda the: embed(the, "saved")),
-    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.",
-     lambda the: embed(the, "learns")),
+     embedding),
+    (6, 2, "causal", "A token may not change what is attended before it.", embedding),
+    (6, 1, "position", "The order of the tokens before the last must matter to it.", embedding),
+    (6, 1, "saved", "A loaded model must be the saved one: is something random no buffer?",
+     embedding),
+    (6, 1, "device", "It must run where q is.", embedding),
+    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.", embedding),
 ]  # fmt: skip
+
+# asked only where another check is right, or wrong by a mistake that has a name
+AFTER = {"memory": "attention", "bf16": "attention"}
 
 # usual mistakes at a check: what a student is told, and what makes it of the right file
 MISTAKES = {
@@ -255,12 +343,20 @@ MISTAKES = {
         ("It turns the other way: by cos - i sin.",
          {"cos - x2 * sin, x2 * cos + x1": "cos + x2 * sin, x2 * cos - x1"}),
     ],
+    "scores": [
+        ("The bias has the other sign.", {"(q, k) - self.slopes": "(q, k) + self.slopes"}),
+        ("The bias is divided by sqrt(head_dim), too: only q.k is.",
+         {"1) * (t": "1) / math.sqrt(self.head_dim) * (t"}),
+    ],
     "attention": [
         ("The bias has the other sign.", {"= self.slopes.to(": "= -self.slopes.to("}),
         ("A query sees the keys that come after it.", {"v, is_causal=True, scale": "v, scale"}),
         # columns that are added change the kernel's own scale
         *[("q.k is scaled twice: the kernel's scale is 1/sqrt of the width if you give none.",
            {"scale=1.0": f"scale={width**-0.5}"}) for width in (16, 10, 9)],
+        *[("The bias is divided, too: give q / sqrt(head_dim) to the kernel, and scale=1.0.",
+           {"(q / math.sqrt(self.head_dim)": "(q", "scale=1.0": f"scale={width**-0.5}"})
+          for width in (8, 16, 10, 9)],
     ],
     "floor": [
         ("The others are set to zero: return the kept ones, a shorter tensor.",
@@ -272,6 +368,12 @@ MISTAKES = {
     "noise, released": [("The std is xavier's of two dimensions, not of three.",
                          {"xavier_normal_(noise, gain=self.sigma)":
                           "normal_(noise, std=self.sigma * math.sqrt(2 / (D + K)))"})],
-    "knows or not": [("Logits are one position off: those at t are for the token at t + 1.",
-                      {"model(tokens[:, :-1], ": "model(tokens, "})],
+    "trials": [("The generator is not that of the seed and the length.",
+                {"rng((seed, length))": "rng(seed)"})],
+    "answer_nll": [
+        ("Logits are one position late: those at t are for the token at t + 1.",
+         {"model(tokens[:, :-1], ": "model(tokens, "}),
+        ("Logits are one position early: those at t are for the token at t + 1.",
+         {"slice(-n_max, None)": "slice(-n_max - 1, -1)"}),
+    ],
 }  # fmt: skip

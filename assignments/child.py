@@ -1,24 +1,25 @@
 """
-Calls functions of a student's file, each in a process of its own, with limits of time and memory,
-which saves what comes back. It knows no right answer and gives no points.
+Imports a student's file and calls its functions, in a process of its own, with limits of time and
+memory, which saves what comes back. It knows no right answer and gives no points.
 """
 
+import importlib
 import multiprocessing
 import os
 import resource
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
-from types import ModuleType
 
 import torch
+import torch._dynamo  # torch imports it when it is first used, which takes 3 seconds: once, here
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-SECONDS = 20  # for one call
+SECONDS = 20  # for the questions of one check
 MEMORY = 2**30  # bytes that a student's code may take beyond what torch has taken
 
 
@@ -42,22 +43,64 @@ def call(module, name, *args):
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
 
 
+def untouched(module, name, *args):
+    """Whether a function changes its arguments, in words; "" if it does not."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    copies = [x.clone() for x in tensors]
+    call(module, name, *args)
+    unchanged = all(map(torch.equal, copies, tensors))
+    return "" if unchanged else f"{name} changes its arguments in place"
+
+
+def on_meta(x):
+    """An argument on torch's device without numbers, which every machine has."""
+    if isinstance(x, dict):
+        return {name: on_meta(value) for name, value in x.items()}
+    return x.to("meta") if isinstance(x, torch.Tensor | nn.Module) else x
+
+
+def on_the_cpu(function, *args):
+    """Whether a function makes a tensor on the CPU, and not where its arguments are, in words."""
+    try:
+        function(*map(on_meta, args))
+    except Exception as e:  # this device refuses much else, which is no mistake
+        if "expected device" in str(e):
+            return "it makes a tensor on the CPU, which fails on a GPU or a Mac: use q.device"
+    return ""
+
+
 def train(module, n, name, *args):
     """Why a training cannot use a function, or "". It trains the first n tensors of args."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    copies, start = [x.clone() for x in tensors], time.process_time()
-    call(module, name, *args)
-    if time.process_time() - start > 0.5:
-        return f"{name} is too slow: use tensors in place of loops"
-    if not all(map(torch.equal, copies, tensors)):
-        return f"{name} changes its arguments in place"
-    trained = [x.requires_grad_() for x in tensors[:n]]
+    if wrong := untouched(module, name, *args):
+        return wrong
+    trained = [x.requires_grad_() for x in args if isinstance(x, torch.Tensor)][:n]
     y = call(module, name, *args)
     if y.requires_grad:
         y.square().sum().backward()
-    if all(x.grad is not None and x.grad.flatten(0, -2).any(dim=0).all() for x in trained):
-        return ""
-    return "no gradient comes through: numpy, detach, .data or no_grad cut it"
+    if not all(x.grad is not None and x.grad.flatten(0, -2).any(dim=0).all() for x in trained):
+        return "no gradient comes through: numpy, detach, .data or no_grad cut it"
+    return on_the_cpu(call, module, name, *args)
+
+
+class NoMatrix(TorchDispatchMode):
+    """Refuses a tensor of size or more numbers, wherever torch makes or takes one."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        for x in (*args, *(kwargs or {}).values(), value):
+            if isinstance(x, torch.Tensor) and len(x.untyped_storage()) >= self.size * x.itemsize:
+                raise MemoryError(f"a tensor holds {self.size:,} numbers or more")
+        return value
+
+
+def lean(module, name, *args):
+    """call, without a T x T matrix of a single head."""
+    with NoMatrix(args[-1].size(-2) ** 2):
+        return call(module, name, *args)
 
 
 def rounding(module, name, x, *args):
@@ -68,19 +111,26 @@ def rounding(module, name, x, *args):
 
 
 def statistics(module, name, *args):
-    """What random numbers have in common, as logarithms where sizes count, and if they are new."""
-    first, second = (call(module, name, *args).double() for _ in range(2))
-    new = not torch.equal(first, second) and not torch.equal(first[0], first[1])
-    x = torch.stack((first, second))
+    """What random numbers have in common, as logarithms where sizes count."""
+    first, second = (call(module, name, *args) for _ in range(2))
+    x = torch.stack((first, second)).double()
     std, size = x.std(), x.abs().mean()
-    return [torch.tensor(x.shape), x.mean() / std, std.log(), (size / std).log(), new]
+    return [torch.zeros_like(first), x.mean() / std, std.log(), (size / std).log()]
 
 
-def task_accuracy(module, keys, wrong, trials, seed, training):
+def seeded(module, name, *args):
+    """Whether random numbers are new at each call, and the same after the same seed."""
+    torch.manual_seed(0)
+    first, second = (call(module, name, *args) for _ in range(2))
+    torch.manual_seed(0)
+    return [torch.equal(first, second), torch.equal(first, call(module, name, *args))]
+
+
+def task_accuracy(module, keys, wrong, trials, seed, training, learns):
     """
     Of its result these keys, and whether it left the model's mode and torch's state alone. The
     model knows what comes next in the trials; after a share of the tokens it says another one; in
-    training mode, as by dropout, nonsense.
+    training mode, as by dropout, nonsense. One that learns has logits that need gradients.
     """
     texts = []
 
@@ -98,59 +148,95 @@ def task_accuracy(module, keys, wrong, trials, seed, training):
             guess = guess + (idx * 37 % 100 < 100 * wrong).long()
             logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320))
             logits += 4 * F.one_hot(guess, 320)
-            return (-logits if self.training else logits)[:, positions]
+            logits = (-logits if self.training else logits) + self.weight
+            return logits[:, positions]
 
     model, state = Model().train(training), torch.get_rng_state()
-    model.weight = nn.Parameter(torch.zeros(1))
+    model.weight = nn.Parameter(torch.zeros(1), requires_grad=learns)
     result = module.task_accuracy(model, Task(), 40, trials, seed)
     result["mode"] = model.training == training
     result["random"] = torch.equal(torch.get_rng_state(), state)
+    if "share_right" in keys:  # in sixtieths: it may be rounded to two digits, or not
+        result["share_right"] = [round(60 * share) for share in result["share_right"]]
     return [result[key] for key in keys]
 
 
+@torch.no_grad()
+def logits(pos, q, k):
+    """
+    The logits that attend goes by, less each row's own on the diagonal: at the start, and after a
+    step of training, which moves all parameters. For an identity attend gives softmax's weights.
+    """
+    values, steps = torch.eye(q.size(-2)).expand_as(q), []
+    for _ in range(2):
+        log = pos.attend(*pos.rotate(q, k), values).clamp(min=1e-30).log()
+        steps.append((log - log.diagonal(dim1=-2, dim2=-1)[..., None]).tril())
+        torch.manual_seed(1)
+        moved = {name: p + 0.1 * torch.randn_like(p) for name, p in pos.named_parameters()}
+        pos.load_state_dict(pos.state_dict() | moved)
+    return torch.stack(steps)
+
+
 def embed(module, name, shape, qkv):
-    """Pairs of what must be equal in an embedding; and its scores and theta."""
+    """
+    Pairs of what must be equal in an embedding; its logits; and those of the class that it is built
+    on, with the same numbers and names as keywords.
+    """
 
     def attend(pos, qkv):
         q, k, v = qkv.clone()
         return pos.attend(*pos.rotate(q, k), v)
 
-    torch.manual_seed(0)  # one that draws is known by what it draws
-    pos, loaded = (getattr(module, name)(**shape) for _ in range(2))
+    def make(kind, **keywords):
+        torch.manual_seed(0)  # one that draws is known by what it draws
+        return kind(**keywords)
+
+    kind, given = getattr(module, name), {}
+    base = next((c for c in kind.__mro__ if c.__module__ in ("fope", "baselines")), nn.Module)
+    init = base.__init__
+    base.__init__ = lambda self, **keywords: given.update(keywords) or init(self, **keywords)
+    pos, loaded = make(kind, **shape), kind(**shape)
+    base.__init__ = init
     attend(loaded, qkv)
     loaded.load_state_dict(pos.state_dict())
     y, scores, T = attend(pos, qkv), pos.scores(qkv[0], qkv[1]).tril(), qkv.size(-2)
     later = torch.ones(T, T).triu(1).bool()
     other_later = attend(pos, torch.cat((qkv[..., :20, :], 1 + qkv[..., 20:, :]), dim=-2))
     other_order = attend(pos, torch.cat((qkv[..., :-1, :].flip(-2), qkv[..., -1:, :]), dim=-2))
-    if parameters := [*pos.parameters()]:
+    if y.requires_grad:
         y.square().sum().backward()
-    grads = [p.grad for p in parameters]
-    return {
+    still = [n for n, p in pos.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    plain = {k: v for k, v in given.items() if v is None or isinstance(v, int | float | str)}
+    answer = {
         "fused": [y, scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ qkv[2]],
         "causal": [other_later[..., :20, :], y[..., :20, :]],
         "position": [torch.allclose(other_order[..., -1, :], y[..., -1, :], atol=1e-3), False],
         "saved": [attend(loaded, qkv), y],
-        "learns": [all(g is not None and g.isfinite().all() and g.any() for g in grads), True],
-        "scores": scores,
-        "theta": pos.theta,
+        "learns": [f"{', '.join(still)}: no gradient" if still else "", ""],
+        "logits": logits(make(kind, **shape), *qkv[:2]),
+        "keywords": {k: v for k, v in plain.items() if k not in shape or v != shape[k]},
+        "base": base.__name__,
     }
+    if given:
+        answer["base logits"] = logits(make(base, **plain), *qkv[:2])
+    return answer | {"device": [on_the_cpu(attend, pos, qkv), ""]}
 
 
-SPECIAL = {f.__name__: f for f in (train, rounding, statistics, task_accuracy, embed)}
+SPECIAL = {f.__name__: f for f in (untouched, train, lean, rounding, statistics, seeded)}
+SPECIAL |= {f.__name__: f for f in (task_accuracy, embed)}
 
 # --- its process
 
 
 def describe(e, file):
     """An exception in one line, with the last line of the student's file that it came through."""
-    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == file]
-    where = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says it by itself
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(file)]
+    where = f" ({file.name}, line {lines[-1]})" if lines else ""  # a SyntaxError has it already
     return f"{type(e).__name__}: {e}".split("\n")[0][:200] + where
 
 
-def leave(file, text, question, answer):
-    """In the new process: call what is asked, and save what ask returns."""
+def leave(file, questions, answer):
+    """In the new process: import the file, call what is asked, and save what ask returns."""
     os.setsid()  # Ctrl-C ends the grading, and no student's answer is wrong by it
     for stream in (0, 1, 2):  # a student's file may print
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
@@ -159,23 +245,31 @@ def leave(file, text, question, answer):
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
     signal.alarm(SECONDS)  # ends this process, wherever it is
     torch.seed()
-    module = sys.modules[file[:-3]] = ModuleType(file[:-3])
+    sys.path.insert(0, str(file.parent))
+    sys.modules.pop(file.stem, None)  # the right file, where checks.py has imported it
+    sys.dont_write_bytecode = True
     result = {}
     try:
-        exec(compile(text, file, "exec"), module.__dict__)
-        result["loaded"] = True
-        result["value"] = call(module, *question)
+        module = importlib.import_module(file.stem)
+        result |= {"loaded": True, "dtype": torch.get_default_dtype()}
+        torch.set_default_dtype(torch.float32)
+        result["value"] = [call(module, *question) for question in questions]
     except BaseException as e:  # whatever a student's code raises, SystemExit as well
         result["error"] = describe(e, file)
     torch.save(result, answer)
 
 
-def ask(file, text, *question):
-    """What a file's text answers: {"value": ...} or {"error": ...}, and "loaded" if it could be."""
+def ask(file, text, questions):
+    """
+    What a file of this name and text, bytes, answers to each of the questions (name, *args):
+    {"value": a list} or {"error": a sentence}, "loaded" if it could be imported, and the default
+    "dtype" of torch that it has set.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.pt")
-        words = dict(target=leave, args=(file, text, question, answer), daemon=True)
-        process = multiprocessing.get_context("fork").Process(**words)
+        Path(folder, file).write_bytes(text)
+        args = Path(folder, file).resolve(), questions, answer
+        process = multiprocessing.get_context("fork").Process(target=leave, args=args, daemon=True)
         process.start()
         process.join()
         if process.exitcode == -signal.SIGALRM:

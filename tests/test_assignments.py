@@ -136,13 +136,72 @@ def apply_rotation(x, cos, sin):
 def attend(self, q, k, v):
     T, dtype = q.size(-2), v.dtype
     q, k, v = q.float(), k.float(), v.float()
-    one = torch.ones(*q.shape[:-1], 1)
+    one = q.new_ones(*q.shape[:-1], 1)
     q = torch.cat((q / self.head_dim ** 0.5, one * self.slopes.view(1, -1, 1, 1)), dim=-1)
-    k = torch.cat((k, one * torch.arange(T).view(1, 1, T, 1)), dim=-1)
+    k = torch.cat((k, one * torch.arange(T, device=q.device).view(1, 1, T, 1)), dim=-1)
     y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 1)), is_causal=True, scale=1.0)
     return y[..., :-1].to(dtype)
 
 ALiBi.attend = attend
+"""),
+    "in loops": (1, """
+def apply_rotation(x, cos, sin):
+    y, half = torch.zeros_like(x), x.size(-1) // 2
+    for t in range(x.size(-2)):
+        for m in range(half):
+            a, b = x[..., t, m].float(), x[..., t, m + half].float()
+            y[..., t, m] = a * cos[..., t, m] - b * sin[..., t, m]
+            y[..., t, m + half] = b * cos[..., t, m] + a * sin[..., t, m]
+    return y
+"""),
+    "compiled, and its own path": (3, """
+@torch.jit.script
+def turns(freqs, train_len: int):
+    return freqs * train_len / 6.283185307179586
+
+assert open(__file__)
+
+def above_floor(freqs, train_len):
+    return freqs[turns(freqs, train_len) >= 0.9999999]
+"""),
+    "by blocks of queries": (2, """
+def attend(self, q, k, v):
+    t, y = torch.arange(q.size(-2), device=q.device), []
+    for i in t.split(256):
+        distance = i[:, None] - t
+        bias = (-self.slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+        scores = q[:, :, i].float() @ k.float().transpose(-2, -1) / self.head_dim ** 0.5 + bias
+        y.append(scores.softmax(dim=-1) @ v.float())
+    return torch.cat(y, dim=-2).to(v.dtype)
+
+ALiBi.attend = attend
+"""),
+    "learned frequencies": (6, """
+class MyEmbedding(RoPE):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.w = torch.nn.Parameter(self.freqs.clone())
+
+    def rotate(self, q, k):
+        angles = torch.arange(q.size(-2), device=q.device)[:, None] * self.w
+        return tuple(fope.apply_rotation(x, angles.cos(), angles.sin()) for x in (q, k))
+
+import fope
+"""),
+    "a gain that starts at 1": (6, """
+class MyEmbedding(RoPE):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+
+    def rotate(self, q, k):
+        return super().rotate(self.gain * q, k)
+"""),
+    "random frequencies": (6, """
+class MyEmbedding(RoPE):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.register_buffer("freqs", torch.rand(self.head_dim // 2))
 """),
     "one trial at a time": (5, """
 @torch.no_grad()
@@ -178,50 +237,102 @@ def test_right_solutions_have_full_marks_however_they_are_written(graded, way):
 # promises to name it, a word of the sentence. Those of checks.MISTAKES lose what is at stake there
 
 TURN = "    x1, x2 = x.float().chunk(2, dim=-1)\n"
-ATTEND = "        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)"
+ATTEND = "        y = causal_attention(q, k, v, self.window, scale=1.0)"
+
+
+def built_on(base, body):
+    """A class MyEmbedding that takes the place of mine.py's."""
+    return f"\nimport baselines, fope\nclass MyEmbedding({base}):\n{body}"
+
+
+def with_keywords(base, keywords, more=""):
+    init = "    def __init__(self, theta=0, **kwargs):\n        super().__init__"
+    return built_on(base, f"{init}({keywords} **kwargs)\n{more}")
+
+
 MISTAKES = {
     # holes where right values hide broken code
     "numpy": (1, {TURN: TURN.replace("x.float()", "torch.tensor(x.detach().float().numpy())")}, 8),
-    "half detached": (1, {TURN: TURN + "    x2 = x2.detach()\n"}, 8),
-    "in place": (1, {TURN: TURN + "    x *= 1.0 + 1e-6\n"}, 8),
-    "loops": (1, {TURN: "    for i in range(x.numel()):\n        x[..., 0, 0] * 1.0 + 0.0\n"
-              + TURN}, 8),
-    "detached": (2, {ATTEND: "        k = k.detach()\n" + ATTEND}, 9),
-    "FoPE renamed": (6, {"class MyEmbedding(RoPE):": "from fope import FoPE\n\n\n"
-                     "class MyEmbedding(FoPE):\n    pass\n\n\nclass Other(RoPE):"}, 0, "fope"),
-    "theta 9000": (6, {"class MyEmbedding(RoPE):": "class MyEmbedding(RoPE):\n"
-                   "    def __init__(self, theta=0, **kwargs):\n"
-                   "        super().__init__(theta=9000.0, **kwargs)\n\n\nclass Other(RoPE):"}, 0,
-                   "theta = 9000"),
+    "half detached": (1, {TURN: TURN + "    x2 = x2.detach()\n"}, 8, "no gradient"),
+    "in place": (1, {TURN: TURN + "    x *= 1.0 + 1e-6\n"}, 8, "in place"),
+    "detached": (2, {ATTEND: "        k = k.detach()\n" + ATTEND}, 9, "no gradient"),
+    "on the CPU": (2, {"k, v, torch.arange(q.size(-2), device=q.device)":
+                       "k, v, torch.arange(q.size(-2))"}, 9, "q.device"),
+    "float64 slopes": (2, {"torch.tensor(slopes[": "torch.DoubleTensor(slopes["}, 9, "float64"),
+    "float64 noise": (4, {"torch.empty(self.n_table, D, K)":
+                          "torch.empty(self.n_table, D, K).double()"}, 9, "float64"),
+    "float64 everywhere": (1, "torch.set_default_dtype(torch.float64)\n", 8, "default"),
+    "its input is zeroed": (3, {"    return freqs[freqs >=": "    freqs *= freqs >= 2 * math.pi "
+                                "/ train_len\n    return freqs[freqs >="}, 9, "in place"),
+    "a generator of its own": (4, {"torch.empty(self.n_table, D, K)":
+                                   "torch.empty(self.n_table, D, K)\n        return noise.normal_("
+                                   "std=self.sigma if self.variant == 'paper' else self.sigma * "
+                                   "math.sqrt(2 / (K * (D + self.n_table))), "
+                                   "generator=OWN)",
+                                   "EXAMPLE =": "OWN = torch.Generator()\nEXAMPLE ="},
+                               9, "--seed"),
+    "no share_right": (5, {', "share_right": share.round(2).tolist()}': "}"}, 9, "share_right"),
+    "logits with gradients": (5, {"@torch.no_grad()\ndef task_acc": "def task_acc",
+                                  "with common.autocast(device):": "if True:"}, 9, "gradients"),
     # sheets 1 to 5
     "degrees, otherwise": (1, {"    return angles.cos": "    angles = angles.rad2deg()\n"
                            "    return angles.cos"}, 8, "degrees"),
     "in bf16": (1, {TURN: "    x1, x2 = x.chunk(2, dim=-1)\n"
                 "    cos, sin = cos.type_as(x), sin.type_as(x)\n"}, 9),
     "slopes from 0": (2, {"for h in range(1, p + 1)": "for h in range(p)"}, 8),
-    "one column": (2, {"(j // 256 % 256 * 256, j % 256,": "(j, 0 * j,"}, 9),
+    "one column": (2, {"(j // 256 % 256 * 256, j % 256,": "(j, 0 * j,"}, 9, "bf16"),
     "a mask": (2, {ATTEND: "        T = q.size(-2)\n"
-               "        later = torch.ones(1, 4, T, T).triu(1) * -1e30\n"
+               "        later = torch.ones(1, 4, T, T, device=q.device).triu(1) * -1e30\n"
                "        y = F.scaled_dot_product_attention(q, k, v, later.to(q.dtype), scale=1.0)"},
-               8),
-    "strict": (3, {"freqs[freqs >= 2": "freqs[freqs > 2"}, 7),
-    "sorted": (3, {"train_len]": "train_len].sort(descending=True)[0]"}, 8),
+               8, "T x T"),
+    "a mask, a head at a time": (2, {ATTEND: "        T = q.size(-2)\n"
+               "        later = torch.ones(T, T, device=q.device).triu(1).mul(-1e30).to(q.dtype)\n"
+               "        y = torch.cat([F.scaled_dot_product_attention(a, b, c, later, scale=1.0)"
+               " for a, b, c in zip(q.split(1, 1), k.split(1, 1), v.split(1, 1))], 1)"},
+               8, "T x T"),
+    "a wrong value": (2, {ATTEND: "        q = 1.5 * q\n" + ATTEND}, 4, "where attention is right"),
+    "strict": (3, {"freqs[freqs >= 2": "freqs[freqs > 2"}, 7, "exactly one"),
+    "sorted": (3, {"train_len]": "train_len].sort(descending=True)[0]"}, 8, "order"),
     "constant sine 0": (4, {"F.pad(sin, (0, n_constant), value=sin_pad)":
                         "F.pad(sin, (0, n_constant))"}, 8),
     "no stride": (4, {"math.ceil(self.n_kept / K)": "1"}, 9),
     "uniform": (4, {"nn.init.normal_(noise, std=self.sigma)":
                 "noise.uniform_(-1, 1) * self.sigma * 3**0.5"}, 9),
-    "another generator": (5, {"rng((seed, length))": "rng(seed)"}, 5),
     "one length for all": (5, {"right[r, -n:].all(), right[r, -n:]": "right[r].all(), right[r]"},
-                           8),
-    "training mode": (5, {"    model.eval()\n    samples": "    samples"}, 9),
-    "arrays": (5, {"exact.astype(int).tolist()": "exact.astype(int)"}, 8),
-    # sheet 6
+                           8, "differ in length"),
+    "training mode": (5, {"    model.eval()\n    samples": "    samples"}, 9, "eval mode"),
+    "arrays": (5, {"exact.astype(int).tolist()": "exact.astype(int)"}, 9),
+    # sheet 6: not one's own
+    "FoPE renamed": (6, built_on("fope.FoPE", "    pass\n"), 0, "attends as FoPE:"),
+    "FIRE renamed": (6, built_on("baselines.FIRE", "    pass\n"), 0, "attends as FIRE:"),
+    "theta 9000": (6, with_keywords("RoPE", "theta=9000.0,"), 0, "theta = 9000"),
+    "other keywords": (6, with_keywords("fope.FoPE", "sigma=0.1, floor=False,"), 0,
+                       "sigma = 0.1, floor = False"),
+    "the other sign": (6, with_keywords("RoPE", "", "        self.freqs *= -1\n"), 0, "other sign"),
+    "doubled slopes": (6, with_keywords("fope.ALiBi", "", "        self.slopes *= 2\n"), 0,
+                       "bias of alibi, times 2"),
+    "2 q": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
+                        "        return super().rotate(2 * q, k)\n"), 0, "times 2"),
+    "a parameter without use": (6, with_keywords("RoPE", "", "        self.gain = "
+                                "torch.nn.Parameter(torch.ones(1))\n"), 0, "attends as RoPE:"),
+    # sheet 6: one's own, but for one mistake
+    "tables without gradients": (6, with_keywords("RoPE", "", "        freqs = self.freqs\n"
+                                 "        del self.freqs\n"
+                                 "        self.freqs = torch.nn.Parameter(freqs)\n"), 9,
+                                 "freqs: no gradient"),
+    "a bias in attend alone": (6, built_on("fope.ALiBi", "    def attend(self, q, k, v):\n"
+                               "        slopes, self.slopes = self.slopes, self.slopes.flip(0)\n"
+                               "        y = super().attend(q, k, v)\n"
+                               "        self.slopes = slopes\n        return y\n"), 6, "twice"),
+    "a table on the CPU": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
+                           "        return super().rotate(q, k * torch.linspace(1, 2, 64))\n"),
+                           9, "q.device"),
     "attend is not scores": (6, {"    def rotate": "    def scores(self, q, k):\n"
                              "        return 1.1 * super().scores(q, k)\n\n    def rotate"}, 6),
     "not saved": (6, {"half = self.n_head // 2": "half = self.n_head // 2\n"
                   "        if not hasattr(self, 'draw'):\n"
-                  "            self.draw = torch.rand(16)\n        k = k * self.draw"}, 8),
+                  "            self.draw = torch.rand(64)\n"
+                  "        k = k * self.draw.to(q.device)"}, 9, "buffer"),
     "a look ahead": (6, {"turned = zip": "k = k + k.mean(-2, True)\n        turned = zip"}, 8),
 }  # fmt: skip
 for sheet, points, name, *_ in checks.CHECKS:
@@ -234,11 +345,15 @@ for sheet, points, name, *_ in checks.CHECKS:
 def test_mistakes_lose_what_they_deserve_and_are_named(graded, mistake):
     sheet, changes, left, *words = MISTAKES[mistake]
     text = original(checks.FILES[sheet])
+    if isinstance(changes, str):
+        text, changes = text + changes, {}
     for right, wrong in changes.items():
         assert right in text
         text = text.replace(right, wrong, 1)
     points, reasons = graded(sheet, text)
     named = not words or any(words[0] in reason for reason in reasons)
+    if "where attention is right" in words:
+        assert not any("T x T" in reason or "bf16" in reason for reason in reasons), reasons
     assert points == left and named, (points, reasons)
 
 
