@@ -25,30 +25,29 @@ from common import ArgumentParser, Refused, one_sentence_errors, write_atomicall
 # --- what was handed in
 
 
-# also "ada_123_fope.py", "fope (1).py", "Fope-2.py"
+# also "ada_123_fope.py", "fope - Kopie (2).py", "Fope_final.py.txt": the first such word counts
 STEMS = "|".join(file.removesuffix(".py") for file in FILES.values())
-NAME = re.compile(rf"(?:.*[\W_\d])?({STEMS})(?:[\W_\d]|copy)*\.py", re.I)
+NAME = re.compile(rf"(?:.*?[\W_\d])??({STEMS})(?:[\W_\d].*)?\.py(?:\.txt)?", re.I)
 
 
 def read_submission(path):
     """{file: bytes} of what sheets ask for, from a folder, a zip or a file. Else Refused."""
     try:
-        if path.suffix.lower() == ".zip":  # nothing is unpacked
+        if path.suffix.lower() == ".zip":  # nothing is unpacked; Windows has a\b
             archive = zipfile.ZipFile(path)
-            found = {name: lambda name=name: archive.read(name) for name in archive.namelist()}
-        elif path.is_dir():
-            some = [p for depth in ("*", "*/*", "*/*/*") for p in path.glob(depth) if p.is_file()]
-            found = {p.relative_to(path).as_posix(): p.read_bytes for p in some}
+            found = {Path(name.replace("\\", "/")): name for name in archive.namelist()}
+            read = archive.read
         else:
-            found = {path.name: path.read_bytes}
+            some = [path, *(p for depth in ("*", "*/*", "*/*/*") for p in path.glob(depth))]
+            found = {p.relative_to(path.parent): p for p in some if p.is_file()}
+            read = Path.read_bytes
         texts = {}
-        # of several files the one that is least deep and whose name is plainest
-        parts = {name: name.replace("\\", "/").split("/") for name in found}  # Windows has a\b
-        for name in sorted(found, key=lambda name: (len(parts[name]), len(name), name)):
-            hidden = any(part.startswith((".", "__MACOSX")) for part in parts[name])
-            if (match := NAME.fullmatch(parts[name][-1])) and not hidden:
-                file = match[1].lower() + ".py"
-                texts[file] = texts.get(file) or found[name]()
+        # of several files the last stays: the one with the sheet's own name, then the least deep
+        own_name = {p: p.name in FILES.values() for p in found}
+        for p in sorted(found, key=lambda p: (own_name[p], -len(p.parts), -len(p.name), p)):
+            hidden = any(part.startswith((".", "__MACOSX")) for part in p.parts)
+            if (match := NAME.fullmatch(p.name)) and not hidden:
+                texts[match[1].lower() + ".py"] = read(found[p])
     except Exception as e:  # whatever a foreign file makes zipfile or the system raise
         raise Refused(f"it cannot be read: {e!r}") from None
     if not texts:

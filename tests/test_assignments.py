@@ -409,7 +409,9 @@ def test_unusual_but_honest_files_lose_nothing(graded):
 @pytest.mark.parametrize(
     "name",
     ["fope.py", "fope (1).py", "fope-2.py", "Fope.PY", "ada_123_fope.py", "fope copy.py",
-     "a/fope.py", "a/b/fope.py", "x.zip:fope.py", "X.ZIP:a\\b\\fope.py", "x.zip:a/b/fope (2).py"],
+     "fope_final.py", "fope_v2.py", "fope_ada.py", "fope - Copy.py", "fope - Kopie (2).py",
+     "fope - copia.py", "fope.py.txt", "a/fope.py", "a/b/fope.py", "x.zip:fope.py",
+     "X.ZIP:a\\b\\fope.py", "x.zip:a/b/fope (2).py"],
 )  # fmt: skip
 def test_names_that_people_and_platforms_give(tmp_path, name):
     archive, _, inside = name.rpartition(":")
@@ -422,6 +424,14 @@ def test_names_that_people_and_platforms_give(tmp_path, name):
     else:
         path.write_text("x")
     assert grade.read_submission(path if archive else tmp_path / "ada") == {"fope.py": b"x"}
+
+
+def test_of_several_names_the_plainest_counts_and_of_several_words_the_first(tmp_path):
+    for name in ("fope_old.py", "test_fope.py", "a/fope.py", "a/b/fope.py", "evaluation_fope.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = grade.read_submission(tmp_path)
+    assert texts == {"fope.py": b"a/fope.py", "evaluation.py": b"evaluation_fope.py"}
 
 
 @pytest.mark.parametrize("name", ["my_isofope.py", "test.py", ".venv/fope.py", "a.zip"])
