@@ -1,7 +1,7 @@
 """
 What is checked of each sheet, for how many points, and the sentence where it is wrong.
 
-CHECKS is the table: (sheet, points, name, sentence, function of Inputs). The function gives the
+CHECKS is the table: (sheet, points, name, sentence, function). The function gives the
 check's questions (name, *args). The student's answers must be those of the right file. Each
 function is asked alone, on inputs of its own: a mistake costs nothing in another.
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import child
 import torch
+from torch import randn
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 # a starter has the solutions there: a student's file is tried beside right ones
@@ -31,23 +32,11 @@ FILES = dict.fromkeys([1, 2, 3, 4], "fope.py") | {5: "evaluation.py", 6: "mine.p
 RIGHT = {"fope.py": inspect.getsource(fope), "evaluation.py": inspect.getsource(evaluation)}
 
 
-class Inputs:
-    """Random numbers, which depend on the seed alone: each student of a batch gets the same."""
-
-    def __init__(self, seed):
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def randn(self, *shape):
-        return torch.randn(*shape, generator=self.generator)
-
-    def integers(self, low, high, n=1):
-        """n integers of low .. high."""
-        return torch.randint(low, high + 1, (n,), generator=self.generator).tolist()
-
-
 @cache
 def questions(function, seed):
-    return function(Inputs(seed))
+    """What a check asks: each student of a batch the same."""
+    torch.manual_seed(seed)
+    return function()
 
 
 @cache
@@ -60,11 +49,7 @@ def right(file, function, seed, changes=()):
 
 
 class Wrong(Exception):
-    """Why a check gives no points."""
-
-
-class Known(Wrong):
-    """The same, where the sentence says all."""
+    """Why a check gives no points. Wrong(reason, True): there is no more to say."""
 
 
 class HandIn:
@@ -75,59 +60,51 @@ class HandIn:
         self.answers = {}  # {function of a check: what child.ask returns}
         self.mistakes = {}  # {name of a question: changes that give the right file this mistake}
         self.unnamed = set()  # checks that are wrong, and no mistake of MISTAKES is why
-        self.other_dtype = set()  # names of questions whose dtype has cost points
 
     def student(self, function):
         """The student's answers to a check. Wrong: there are none, and why."""
         if function not in self.answers:
             if sum("no end" in a.get("error", "") for a in self.answers.values()) == 3:
-                raise Known("three calls have not ended")
+                raise Wrong("three calls have not ended", True)
             self.answers[function] = child.ask(self.file, self.text, questions(function, self.seed))
         answer = self.answers[function]
-        if answer.get("dtype", torch.float32) != torch.float32 and None not in self.other_dtype:
-            self.other_dtype.add(None)
-            raise Known(f"{self.file} sets torch's default dtype, and so that of the whole model")
+        if "loaded" not in answer:
+            raise Wrong(f"{self.file} cannot be loaded: {answer['error']}", True)
+        if answer.get("dtype", torch.float32) != torch.float32 and "default" not in self.unnamed:
+            self.unnamed.add("default")  # it costs once
+            raise Wrong(f"{self.file} changes torch's default dtype, for the whole model", True)
         if "value" in answer:
             return answer["value"]
-        if "loaded" not in answer:
-            raise Known(f"{self.file} cannot be loaded: {answer['error']}")
-        if answer["error"].startswith("NotImplemented"):
-            raise Known("not written yet")
-        raise Wrong(answer["error"])
+        new = answer["error"].startswith("NotImplemented")
+        raise Wrong("not written yet", True) if new else Wrong(answer["error"])
 
     def compare(self, name, function):
         """Wrong, if the student's answers to a check are not the right ones."""
         got, question = self.student(function), questions(function, self.seed)[0]
         asked = [x for x in question if isinstance(x, str)][-1]  # train is asked about a function
-        coarse = question[0] == "statistics"
         expected = right(self.file, function, self.seed, self.mistakes.get(asked, ()))
-        wrong = difference(got, expected, coarse)
+        wrong = difference(got, expected)
         for sentence, changes in MISTAKES.get(name, []) if wrong else []:
             changes = tuple(changes.items())
-            if not difference(got, right(self.file, function, self.seed, changes), coarse):
+            if not difference(got, right(self.file, function, self.seed, changes)):
                 self.mistakes[asked] = changes
-                raise Known(sentence)
+                raise Wrong(sentence, True)
         if wrong:
             raise Wrong(f"{asked}: {wrong}")
-        dtypes = [(x.dtype, y.dtype) for x, y in zip(leaves(got), leaves(expected), strict=True)
-                  if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)]  # fmt: skip
-        if (other := [d for d in dtypes if d[0] != d[1]]) and asked not in self.other_dtype:
-            self.other_dtype.add(asked)
-            raise Known(f"{asked} gives {other[0][0]}, not {other[0][1]}".replace("torch.", ""))
 
     def reason(self, name, sentence, function):
         """Why a check gives no points; "" if it does."""
         try:
             if AFTER.get(name) in self.unnamed:
-                raise Known(f"asked only where {AFTER[name]} is right")
+                raise Wrong(f"asked only where {AFTER[name]} is right", True)
             if function is embedding:
                 embed(self, name)
             else:
                 self.compare(name, function)
             return ""
-        except Known as e:
-            return str(e)
         except Wrong as e:
+            if e.args[1:]:
+                return e.args[0]
             self.unnamed.add(name)
             return f"{sentence} ({e})"
         except Exception:
@@ -135,57 +112,47 @@ class HandIn:
             return f"{sentence} (what comes back cannot be compared)"
 
 
-def leaves(value):
-    """The numbers and tensors of a nested answer."""
-    nested = isinstance(value, list | tuple)
-    return [leaf for x in value for leaf in leaves(x)] if nested else [value]
-
-
-def difference(got, expected, coarse=False):
+def difference(got, expected):
     """Why got is not what is expected, up to rounding, and nested like it; "" if it is."""
     if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
         if len(got) != len(expected):
             return f"it gives {len(got)} values, not {len(expected)}"
         pairs = zip(got, expected, strict=True)
-        return next((wrong for x, y in pairs if (wrong := difference(x, y, coarse))), "")
+        return next((wrong for x, y in pairs if (wrong := difference(x, y))), "")
     if isinstance(got, str) and isinstance(expected, str):
         return got
     if not all(isinstance(x, int | float | torch.Tensor) for x in (got, expected)):
         return f"it gives {type(got).__name__} {str(got)[:40]}"
+    dtypes = [str(getattr(x, "dtype", type(x))) for x in (got, expected)]
     got, expected = torch.as_tensor(got), torch.as_tensor(expected)
     if got.shape != expected.shape:
         return f"the shape is {tuple(got.shape)}, not {tuple(expected.shape)}"
     off = (got.double() - expected.double()).abs()
-    coarse = coarse or expected.dtype == torch.bfloat16
-    same = (off <= (0.03 if coarse else 1e-3)).all()  # not where it is nan
+    same = (off <= (0.03 if expected.dtype == torch.bfloat16 else 1e-3)).all()  # no nan is
+    if same and "torch.float64" in dtypes and dtypes[0] != dtypes[1]:
+        return f"the dtype is {dtypes[0]}, not {dtypes[1]}"
     return "" if same else f"values are off by up to {off.max():.3g}"
 
 
 # --- sheet 6
 
 
-def embedding(the):
-    """What is asked of MyEmbedding; with v the identity, attend shows its weights."""
-    return [("embed", "MyEmbedding", dict(head_dim=64, n_head=4, train_len=40),
-             the.randn(3, 2, 4, 64, 64))]  # fmt: skip
+def embedding():
+    """What is asked of MyEmbedding: T is head_dim, so that attend can show its weights."""
+    shape = dict(head_dim=64, n_head=4, train_len=40)
+    return [("embed", "MyEmbedding", shape, torch.randn(3, 2, 4, 64, 64))]
 
 
 @cache
 def known_logits(seed):
     """{an embedding of the project, in words: its logits}."""
-    (kind, _, shape, qkv), names = embedding(Inputs(seed))[0], [*baselines.POSITION_EMBEDDINGS]
+    (kind, _, shape, qkv), names = questions(embedding, seed)[0], [*baselines.POSITION_EMBEDDINGS]
+    # with the halves exchanged, x2 + i x1, each pair turns the other way
+    asked = [(kind, name, shape, x) for x in (qkv, qkv.roll(32, -1)) for name in names]
     text = b"from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
-    backwards = qkv.roll(32, -1)  # x2 + i x1 turns the other way
-    asked = [(kind, name, shape, x) for x in (qkv, backwards) for name in names]
     answers = child.ask("mine.py", text, asked)["value"]
     names += [f"{name} with the turn's other sign" for name in names]
     return {name: answer["logits"] for name, answer in zip(names, answers, strict=True)}
-
-
-def multiple(logits, known):
-    """The factor between logits and known ones, before and after training; None if there is none"""
-    factor = (logits * known).sum() / known.square().sum()
-    return factor.item() if (logits - factor * known).abs().max() < 1e-3 else None
 
 
 def embed(hand_in, part):
@@ -193,7 +160,7 @@ def embed(hand_in, part):
     try:
         mine = hand_in.student(embedding)[0]
     except Wrong as e:
-        raise Known(str(e)) from None  # it says nothing of this part
+        raise Wrong(str(e.args[0]), True) from None  # it says nothing of this part
     known = known_logits(hand_in.seed)
     keywords = "".join(f", {name} = {value}" for name, value in mine["keywords"].items())
     pairs = {mine["base"] + keywords: (mine["logits"], mine.get("base logits", known["nope"]))}
@@ -201,10 +168,11 @@ def embed(hand_in, part):
     # what a bias adds to the logits
     pairs |= {f"the bias of {name}": (mine["logits"] - known["nope"], known[name] - known["nope"])
               for name in ("alibi", "kerple", "fire")}  # fmt: skip
-    for name, logits in pairs.items():
-        if (factor := multiple(*logits)) is not None:
+    for name, (x, y) in pairs.items():
+        factor = (x * y).sum() / y.square().sum()  # the same before and after a step of training
+        if (x - factor * y).abs().max() < 1e-3:
             times = "" if abs(factor - 1) < 1e-3 else f", times {factor:.3g}"
-            raise Known(f"It attends as {name}{times}: not your own yet.")
+            raise Wrong(f"It attends as {name}{times}: not your own yet.", True)
     if wrong := difference(*mine[part]):
         raise Wrong(wrong)
 
@@ -215,105 +183,103 @@ FOPE = dict(head_dim=64, n_head=8, n_table=8, train_len=512, theta=10000.0, sigm
 PAPER, RELEASED = (FOPE | dict(variant=variant, n_kept=16) for variant in ("paper", "released"))
 
 
-def freqs(the, n):
+def integers(low, high, n=1):
+    """n integers of low .. high."""
+    return torch.randint(low, high + 1, (n,)).tolist()
+
+
+def freqs(n):
     """n frequencies of 0.003 .. 3, in no order."""
-    return 3 * 10 ** (-3 * torch.rand(n, generator=the.generator))
+    return 3 * 10 ** (-3 * torch.rand(n))
 
 
-def alibi(the):
+def alibi():
     """The fields of an ALiBi of 4 heads. Powers of two: bf16 holds them exactly."""
-    slopes = 0.5 ** torch.tensor(the.integers(1, 8, n=4)).float()
+    slopes = 0.5 ** torch.tensor(integers(1, 8, n=4)).float()
     return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, window=None, slopes=slopes)
 
 
-def series(the, n_pairs, sin_pad, T):
+def series(n_pairs, sin_pad, T):
     """fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
-    angles = torch.arange(T)[:, None] * freqs(the, 6)
-    coefs = the.randn(2, 3, 6, 5)
-    return "fourier_tables", angles.cos(), angles.sin(), *coefs, n_pairs, sin_pad
+    angles = torch.arange(T)[:, None] * freqs(6)
+    return "fourier_tables", angles.cos(), angles.sin(), *randn(2, 3, 6, 5), n_pairs, sin_pad
 
 
-def noise(the, fields):
-    fields = fields | {"sigma": the.integers(2, 8)[0] / 10}
-    return [("statistics", "FoPE.draw_noise", fields, 64, 64)]
-
-
-def accuracy(the, *keys, wrong=0.1, trials=24, training=False, learns=False):
+def accuracy(*keys, wrong=0.1, trials=24, training=False, learns=False):
     """task_accuracy of a model that takes a share of the tokens for others."""
-    seed = the.integers(1, 10**6)[0]
-    return "task_accuracy", keys, wrong, trials, seed, training, learns
+    return "task_accuracy", keys, wrong, trials, integers(1, 10**6)[0], training, learns
 
 
 CHECKS = [
     (1, 2, "frequencies", "rope_freqs: theta^(-2m/head_dim), m = 0 .. head_dim/2 - 1: 1 is first.",
-     lambda the: [("rope_freqs", 2 * d, 100.0 * d) for d in the.integers(3, 40, n=3)]),
+     lambda: [("rope_freqs", 2 * d, 100.0 * d) for d in integers(3, 40, n=3)]),
     (1, 2, "tables", "rotation_tables: cosine and sine of t w_m, t = 0 .. T-1, (T, len(freqs)).",
-     lambda the: [("rotation_tables", freqs(the, 6), T) for T in (1, 12, 2048)]),
+     lambda: [("rotation_tables", freqs(6), T) for T in (1, 12, 2048)]),
     (1, 3, "rotation", "apply_rotation: multiply x1 + i x2 by cos + i sin, x1 the first half.",
-     lambda the: [("apply_rotation", the.randn(2, 3, 9, 16), the.randn(*shape), the.randn(*shape))
+     lambda: [("apply_rotation", randn(2, 3, 9, 16), randn(*shape), randn(*shape))
                   for shape in ((9, 8), (3, 9, 8))]),
     (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.",
-     lambda the: [("rounding", "apply_rotation", the.randn(1, 2, 90, 16), *the.randn(2, 90, 8))]),
+     lambda: [("rounding", "apply_rotation", randn(1, 2, 90, 16), *randn(2, 90, 8))]),
     (1, 2, "in training", "A training cannot use it.",
-     lambda the: [("train", 1, "apply_rotation", the.randn(1, 4, 60, 16),
-                   *the.randn(2, 60, 8))]),
+     lambda: [("train", 1, "apply_rotation", randn(1, 4, 60, 16),
+                   *randn(2, 60, 8))]),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
-     lambda the: [("alibi_slopes", 2**n) for n in range(5)]),
+     lambda: [("alibi_slopes", 2**n) for n in range(5)]),
     (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",
-     lambda the: [("alibi_slopes", n) for n in (3, 7, *the.integers(17, 31))]),
+     lambda: [("alibi_slopes", n) for n in (3, 7, *integers(17, 31))]),
     (2, 1, "scores", "scores() is q.k / sqrt(head_dim) - m_h (i - j): less for keys far back.",
-     lambda the: [("ALiBi.scores", alibi(the), *the.randn(2, 2, 4, 9, 8))]),
+     lambda: [("ALiBi.scores", alibi(), *randn(2, 2, 4, 9, 8))]),
     (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
-     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
+     lambda: [("ALiBi.attend", alibi(), *randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
     (2, 2, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: do without.",
-     lambda the: [("lean", "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 8192, 8))]),
+     lambda: [("lean", "ALiBi.attend", alibi(), *randn(3, 1, 4, 8192, 8))]),
     (2, 1, "bf16", "Rounded: bf16 holds j only up to 256, two columns hold more.",
-     lambda the: [("ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 2048, 8).bfloat16())]),
+     lambda: [("ALiBi.attend", alibi(), *randn(3, 1, 4, 2048, 8).bfloat16())]),
     (2, 1, "in training", "A training cannot use it.",
-     lambda the: [("train", 3, "ALiBi.attend", alibi(the), *the.randn(3, 1, 4, 60, 8))]),
+     lambda: [("train", 3, "ALiBi.attend", alibi(), *randn(3, 1, 4, 60, 8))]),
     (3, 4, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
-     lambda the: [("above_floor", freqs(the, 40).sort(descending=True)[0], n)
-                  for n in (16, *the.integers(50, 200), *the.integers(1000, 1500))]),
+     lambda: [("above_floor", freqs(40).sort(descending=True)[0], n)
+                  for n in (16, *integers(50, 200), *integers(1000, 1500))]),
     (3, 2, "order", "The frequencies stay in the order in which they come.",
-     lambda the: [("above_floor", freqs(the, 20), 300)]),
+     lambda: [("above_floor", freqs(20), 300)]),
     (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
-     lambda the: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
-                  for n in the.integers(5, 12)]),
+     lambda: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
+                  for n in integers(5, 12)]),
     (3, 1, "argument", "The frequencies that are given must stay as they are.",
-     lambda the: [("untouched", "above_floor", freqs(the, 20), 300)]),
+     lambda: [("train", 0, "above_floor", freqs(20), 300)]),
     (4, 3, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
-     lambda the: [series(the, 5, 0.0, T) for T in (1, 40, 200)]),
+     lambda: [series(5, 0.0, T) for T in (1, 40, 200)]),
     (4, 2, "constant pairs", "The pairs that stand still come last: cosine 1, sine sin_pad.",
-     lambda the: [series(the, n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
+     lambda: [series(n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
     (4, 1, "identity", "Weight 1 is at d = k; random frequencies, d >= n_kept, have none.",
-     lambda the: [("FoPE.identity", fields | {"n_kept": n}, D, n) for fields in (PAPER, RELEASED)
-                  for n in the.integers(6, 16) for D in (n, n + 5)]),
+     lambda: [("FoPE.identity", fields | {"n_kept": n}, D, n) for fields in (PAPER, RELEASED)
+                  for n in integers(6, 16) for D in (n, n + 5)]),
     (4, 1, "stride", "With fewer series, K, weight 1 is at every ceil(n_kept/K)-th frequency.",
-     lambda the: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16)
-                  for n in (18, 33, *the.integers(34, 60))]),
+     lambda: [("FoPE.identity", RELEASED | {"n_kept": n}, n + 2, 16)
+                  for n in (18, 33, *integers(34, 60))]),
     (4, 1, "noise, paper", "Normal, with sigma as the std.",
-     lambda the: noise(the, PAPER)),
+     lambda: [("statistics", "FoPE.draw_noise", PAPER | {"sigma": 0.6}, 64, 64)]),
     (4, 1, "noise, released", "xavier_normal_ of the 3-D tensor with sigma as gain.",
-     lambda the: noise(the, RELEASED)),
+     lambda: [("statistics", "FoPE.draw_noise", RELEASED | {"sigma": 0.5}, 64, 64)]),
     (4, 1, "seed", "Drawn anew at each call, from torch's own generator: --seed decides.",
-     lambda the: [("seeded", "FoPE.draw_noise", PAPER, 16, 16)]),
+     lambda: [("seeded", "FoPE.draw_noise", PAPER, 16, 16)]),
     (5, 1, "trials", "One default_rng((seed, length)); task.sample(length, rng) once a trial.",
-     lambda the: [accuracy(the, "distance") for _ in range(2)]),
+     lambda: [accuracy("distance") for _ in range(2)]),
     (5, 2, "answer_nll", "The mean over trials of an answer's mean cross-entropy per token.",
-     lambda the: [accuracy(the, "answer_nll")]),
+     lambda: [accuracy("answer_nll")]),
     (5, 2, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
-     lambda the: [accuracy(the, "accuracy", "token_accuracy", "trials", wrong=wrong)
+     lambda: [accuracy("accuracy", "token_accuracy", "trials", wrong=wrong)
                   for wrong in (0.0, 1.0)]),
     (5, 1, "right", "A trial is right if its whole answer is. Answers differ in length.",
-     lambda the: [accuracy(the, "right", "token_accuracy", trials=40) for _ in range(2)]),
+     lambda: [accuracy("right", "token_accuracy", trials=40) for _ in range(2)]),
     (5, 1, "share_right", "Of each trial the share of its answer tokens that is right.",
-     lambda the: [accuracy(the, "share_right")]),
+     lambda: [accuracy("share_right")]),
     (5, 1, "eval mode", "The model must answer in eval mode, whatever mode it was in.",
-     lambda the: [accuracy(the, "accuracy", "token_accuracy", wrong=0.0, training=True)]),
+     lambda: [accuracy("accuracy", "token_accuracy", wrong=0.0, training=True)]),
     (5, 1, "no trace", "The model's mode and torch's random state must be left as they were.",
-     lambda the: [accuracy(the, "mode", "random", training=b) for b in (True, False)]),
+     lambda: [accuracy("mode", "random", training=b) for b in (True, False)]),
     (5, 1, "gradients", "A model's logits need gradients: numpy() refuses them without no_grad.",
-     lambda the: [accuracy(the, "trials", learns=True)]),
+     lambda: [accuracy("trials", learns=True)]),
     (6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.",
      embedding),
     (6, 2, "causal", "A token may not change what is attended before it.", embedding),

@@ -9,7 +9,6 @@ checks.py has the checks. A student's file runs in processes of its own (child.p
 """
 
 import csv
-import io
 import os
 import random
 import re
@@ -20,10 +19,7 @@ from pathlib import Path
 import torch
 from checks import CHECKS, FILES, HandIn
 
-from common import ArgumentParser, Refused, one_sentence_errors, write_atomically
-
-# --- what was handed in
-
+from common import ArgumentParser, Refused, one_sentence_errors
 
 # also "ada_123_fope.py", "fope - Kopie (2).py", "Fope_final.py.txt": the first such word counts
 STEMS = "|".join(file.removesuffix(".py") for file in FILES.values())
@@ -55,9 +51,6 @@ def read_submission(path):
     return texts
 
 
-# --- points
-
-
 def grade(path, checks, seed):
     """Of each check: sheet, name, points, of how many, and the reason where they are none."""
     rows, texts, unread = [], {}, ""
@@ -74,27 +67,11 @@ def grade(path, checks, seed):
     return rows
 
 
-def total(rows, sheet=None):
-    return sum(row[2] for row in rows if sheet in (None, row[0]))
-
-
-def as_text(student, rows):
-    lines = [f"{student}: {total(rows)} of {sum(row[3] for row in rows)}"]
+def as_text(path, rows):
+    lines = [f"{path}: {sum(row[2] for row in rows)} of {sum(row[3] for row in rows)}"]
     for sheet, name, points, most, reason in rows:
         lines.append(f"  {sheet}. {points} of {most}  {name}: {reason}".rstrip(": "))
     return "\n".join(lines)
-
-
-def as_csv(scores, sheets):
-    """A line for each student. No reason begins with what a spreadsheet takes for a formula."""
-    out = io.StringIO()
-    table = csv.writer(out)
-    table.writerow(["student", "points", *(f"sheet {sheet}" for sheet in sheets), "reasons"])
-    for student, rows in scores.items():
-        reasons = dict.fromkeys(f"{row[0]}: {row[4]}" for row in rows if row[4])
-        points = total(rows), *(total(rows, sheet) for sheet in sheets)
-        table.writerow([student, *points, " | ".join(reasons)])
-    return out.getvalue()
 
 
 def main(argv=None):
@@ -102,7 +79,7 @@ def main(argv=None):
     add = parser.add_argument
     add("submissions", nargs="*", default=["."], help="folders, zips, or files")
     add("--exercise", type=int, nargs="+", choices=FILES, default=[*FILES], help="which sheets")
-    add("--out", type=Path, help="a csv, written anew after each student")
+    add("--out", type=Path, help="a csv, to which a line is added after each student")
     add("--seed", type=int, help="of the random inputs, to grade with the same ones again")
     args = parser.parse_args(argv)
     for path in args.submissions:
@@ -110,16 +87,21 @@ def main(argv=None):
             raise Refused(f"there is no file or folder {path}")
     if args.out and args.out.suffix != ".csv":
         raise Refused(f"--out {args.out} must end with .csv")
-    checks, scores = [check for check in CHECKS if check[0] in args.exercise], {}
+    checks = [check for check in CHECKS if check[0] in args.exercise]
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"the random inputs are those of --seed {seed}", file=sys.stderr)
     torch.set_num_threads(1)  # of processes that are forked
-    for student in args.submissions:
-        scores[student] = grade(student, checks, seed)
-        print(as_text(student, scores[student]), flush=True)
-        if args.out:
-            text = as_csv(scores, args.exercise).encode()
-            write_atomically(args.out, lambda f, text=text: f.write(text))
+    with open(args.out or os.devnull, "w", newline="", encoding="utf-8", buffering=1) as file:
+        table = csv.writer(file)
+        sheets = [f"sheet {sheet}" for sheet in args.exercise]
+        table.writerow(["student", "points", *sheets, "feedback", "handed in"])
+        for path in args.submissions:
+            rows = grade(path, checks, seed)
+            points = [sum(r[2] for r in rows if r[0] == sheet) for sheet in args.exercise]
+            # no reason begins with what a spreadsheet takes for a formula
+            reasons = " | ".join(dict.fromkeys(f"{row[0]}: {row[4]}" for row in rows if row[4]))
+            table.writerow([Path(path).stem, sum(points), *points, reasons, path])
+            print(as_text(path, rows), flush=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def graded(tmp_path):
         rows = grade.grade(file, [c for c in checks.CHECKS if c[0] == sheet], seed)
         assert all(bool(reason) == (points == 0) for *_, points, _, reason in rows), rows
         assert all(row[4].isprintable() for row in rows)  # so it is one line
-        return grade.total(rows), [row[4] for row in rows if row[4]]
+        return sum(row[2] for row in rows), [row[4] for row in rows if row[4]]
 
     return graded
 
@@ -258,9 +258,9 @@ MISTAKES = {
     "detached": (2, {ATTEND: "        k = k.detach()\n" + ATTEND}, 9, "no gradient"),
     "on the CPU": (2, {"k, v, torch.arange(q.size(-2), device=q.device)":
                        "k, v, torch.arange(q.size(-2))"}, 9, "q.device"),
-    "float64 slopes": (2, {"torch.tensor(slopes[": "torch.DoubleTensor(slopes["}, 9, "float64"),
+    "float64 slopes": (2, {"torch.tensor(slopes[": "torch.DoubleTensor(slopes["}, 8, "float64"),
     "float64 noise": (4, {"torch.empty(self.n_table, D, K)":
-                          "torch.empty(self.n_table, D, K).double()"}, 9, "float64"),
+                          "torch.empty(self.n_table, D, K).double()"}, 8, "float64"),
     "float64 everywhere": (1, "torch.set_default_dtype(torch.float64)\n", 8, "default"),
     "its input is zeroed": (3, {"    return freqs[freqs >=": "    freqs *= freqs >= 2 * math.pi "
                                 "/ train_len\n    return freqs[freqs >="}, 9, "in place"),
@@ -372,6 +372,7 @@ BROKEN = {
     "takes memory": BODY.format(top="", body="return [torch.ones(2**28) for _ in range(99)]"),
     "writes lines": BODY.format(top="", body="raise ValueError('\\x1b[2K\\rx: 60 of 60\\n 10')"),
     "never loads": BODY.format(top="while True: pass", body="pass"),
+    "gives sparse": BODY.format(top="", body="return torch.eye(4).to_sparse()"),
     "gives nan": BODY.format(top="", body="return torch.full((4,), torch.nan)"),
     "empty": "",
     "a syntax error": "def rope_freqs(:\n",
@@ -471,6 +472,6 @@ def test_a_batch_of_eight_that_is_ended_in_the_middle_and_started_again(tmp_path
     batch.communicate()
     rows = [row[:2] for row in csv.reader(out.open())][1:]
     assert 2 <= len(rows) < 8
-    assert rows == [[str(p), n] for p, n in zip(paths, points, strict=True)][: len(rows)]
+    assert rows == [[p.stem, n] for p, n in zip(paths, points, strict=True)][: len(rows)]
     assert command(*words)[0] == 0
     assert [row[1] for row in csv.reader(out.open())][1:] == points
