@@ -96,7 +96,8 @@ def problems(result):
     for name, value in recipe.items():
         if name not in types or not is_a(value, types[name]):
             yield f"its recipe has {name}={value!r}"
-    numbers = ("accuracy", "token_accuracy") if is_task(result["kind"]) else ("loss", "perplexity")
+    numbers = ("accuracy", "answer_nll", "token_accuracy")
+    numbers = numbers if is_task(result["kind"]) else ("loss", "perplexity")
     for length, row in result["lengths"].items():
         if not str(length).isdecimal():
             yield f"it has a length of {length!r}"

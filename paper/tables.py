@@ -17,7 +17,6 @@ from paper.results import (
     paired_differences,
     part_of_answer,
     rise_removed,
-    seed_stats,
     train_len_of,
     unit_of,
 )
@@ -28,7 +27,8 @@ ROWS = {  # title, name in the json, factor, digits
     "perplexity": [("perplexity per {unit}{corpus}", "perplexity", 1, 2)],
     "task": [
         ("whole {task}s, %", "accuracy", 100, 0),
-        ("{task} {part}, %", "token_accuracy", 100, 0),
+        ("{task}: NLL of a token of the answer", "answer_nll", 1, 2),
+        ("{task}: {part}, %", "token_accuracy", 100, 0),
     ],
 }
 DIFFERENCES = {  # the same, of what is compared seed by seed
@@ -50,21 +50,21 @@ def grid(columns, rows):
 
 def markdown_table(results, to="FoPE", only_differences=False):
     """
-    Perplexity, whole keys and digits by length: mean (± std over several seeds). Below them, or
-    without them, where there are several seeds, the paired differences to the label `to`: mean ±
-    half the 95 % interval.
+    Each number by length: its mean over the seeds, with several of them ± half the 95 % interval.
+    Below them, or without them, the paired differences to the label `to`. A cell is empty where a
+    label was not read at a length.
     """
     tables = []
     for kind, by_label in results.items():
         every = [r for rs in by_label.values() for r in rs]
-        words = dict(unit=unit_of(every), part=part_of_answer(every), to=to)
-        words |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
-        lengths, train_len = common_lengths(every), train_len_of(every)
+        names = dict(unit=unit_of(every), part=part_of_answer(every), to=to)
+        names |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
+        lengths, train_len = sorted({n for r in every for n in r["lengths"]}), train_len_of(every)
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         measure = "task" if is_task(kind) else "perplexity"
         for title, *number in [] if only_differences else ROWS[measure]:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
-            tables.append(grid([title.format(**words), *columns], rows))
+            tables.append(grid([title.format(**names), *columns], rows))
         others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}
         for title, *number in DIFFERENCES[measure]:
             rows = [
@@ -72,28 +72,34 @@ def markdown_table(results, to="FoPE", only_differences=False):
                 for label, rs in others.items()
             ]
             if rows := [row for row in rows if len(row) > 1]:
-                tables.append(grid([title.format(**words), *columns], rows))
+                tables.append(grid([title.format(**names), *columns], rows))
     return "\n\n".join(tables)
 
 
 def mean_cells(results, lengths, name, factor, digits):
-    """The number of seeds, then mean ± std at each length."""
-    _, mean, std, n = seed_stats(results, name, lengths)
-    spread = [f" ± {factor * s:.{digits}f}" if n > 1 else "" for s in std]
-    return [str(n), *(f"{factor * m:.{digits}f}{s}" for m, s in zip(mean, spread, strict=True))]
+    """The number of seeds, then for each length the mean ± half the interval."""
+    there, cells = common_lengths(results), []
+    for length in lengths:
+        values = factor * np.array([r["lengths"][length][name] for r in results if length in there])
+        half = f" ± {half_interval(values):.{digits}f}" if len(values) > 1 else ""
+        cells.append(f"{values.mean():.{digits}f}{half}" if len(values) else "")
+    return [str(len(results)), *cells]
 
 
 def difference_cells(results, reference, lengths, name, factor, digits):
-    """The number of pairs, then mean ± half interval; nothing for one pair."""
-    values = factor * paired_differences(results, reference, name, lengths)
-    if len(values) < 2:
+    """The number of pairs, then for each length the mean ± half the interval; [] for one pair."""
+    there, cells = common_lengths([*results, *reference]), []
+    pairs = paired_differences(results, reference, name, there)
+    if len(pairs) < 2:
         return []
-    mean = values.mean(axis=0).round(digits) + 0.0  # no -0
-    cells = zip(mean, half_interval(values), strict=True)
-    written = [
-        f"{m:+.{digits}f} ± {half:.{digits}f}" if half else f"{m:.{digits}f}" for m, half in cells
-    ]
-    return [str(len(values)), *written]
+    for length in lengths:
+        if length not in there:
+            cells.append("")
+            continue
+        values = factor * pairs[:, there.index(length)]
+        mean, half = values.mean().round(digits) + 0.0, half_interval(values)  # no -0
+        cells.append(f"{mean:+.{digits}f} ± {half:.{digits}f}" if half else f"{mean:.{digits}f}")
+    return [str(len(pairs)), *cells]
 
 
 def removed_table(results):

@@ -29,7 +29,7 @@ install() {
     local done=".venv/${1//\//_}"
     if [ -n "${NO_INSTALL:-}" ] || cmp -s "$1" "$done"; then return; fi
     echo "== installing $1: $2"
-    python -m pip install -q --disable-pip-version-check -r "$1"
+    python -m pip install --disable-pip-version-check -r "$1"
     cp "$1" "$done"
 }
 

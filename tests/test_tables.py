@@ -99,7 +99,7 @@ def test_keys_by_their_place(tmp_path):
     results = []
     for seed, share in ((0, [1, 0.4, 0.2, 0]), (1, [0, 0.2, 0.2, 1])):
         result = json.loads(result_file(tmp_path, "passkey", "fope", seed, 0.5).read_text())
-        row = {"accuracy": 0.5, "token_accuracy": 0.5}
+        row = {"accuracy": 0.5, "token_accuracy": 0.5, "answer_nll": 2.3}
         row |= {"distance": [512, 300, 129, 20], "share_right": share}
         longer = row | {"distance": [4 * n for n in row["distance"]]}
         results.append(result | {"lengths": {"512": row, "2048": longer}})
