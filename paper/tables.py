@@ -266,23 +266,47 @@ def headline_table(folder):
 
 def cause_table(folder):
     """
-    What experiments/wrap.py found: how much of the damage that far keys do disappears when the slow
-    or the fast pairs show another angle, in %, mean over the models ± half the 95 % interval.
+    What experiments/wrap.py found: how much is left of the damage of far tokens where their slow or
+    fast pairs show another distance, in %, mean over the models ± half the 95 % interval.
     """
-    held = "an angle of training (held at 255 or 383)", ("held 0.5x", "held 0.75x")
-    edge = "the rarest angle of training (held at 511)", ("held",)
-    new = "a new angle (held at 767, 1023 or 1535)", ("held 1.5x", "held 2x", "held 3x")
-    rows = [(*row, "wrap_held") for row in (held, edge, new)]
-    rows.append(("an angle of training (wrapped into 256 to 511)", ("wrapped",), "wrap"))
+    stored = read_json(Path(folder) / "mechanism" / "wrap_held.json")
+    places = {"0": "0x", "64": "0.12x", "128": "0.25x", "255": "0.5x", "383": "0.75x"}
+    places |= {"511": "", "767": "1.5x", "1023": "2x", "1535": "3x"}
     lines = []
-    for title, places, file in rows:
-        runs, cells = read_json(Path(folder) / "mechanism" / f"{file}.json")["runs"], []
-        for pairs in ("slow", "fast"):
-            shares = [[100 * run["removed"][f"{pairs}, {at}"] for at in places] for run in runs]
-            each = np.mean(shares, axis=1)  # of each model
-            cells.append(f"{each.mean():.0f} ± {half_interval(each):.0f}")
-        lines.append([title, *cells])
-    return grid(["far keys show", "slow pairs, % that goes", "fast pairs"], lines)
+    for pairs in ("slow", "fast"):
+        cells = []
+        for place in places.values():
+            condition = f"{pairs}, held {place}".strip()
+            left = [100 * (1 - run["removed"][condition]) for run in stored["runs"]]
+            cells.append(f"{np.mean(left):.0f} ± {half_interval(left):.0f}")
+        lines.append([f"{pairs} pairs", *cells])
+    return grid(["% of the damage left if held at", *places], lines)
+
+
+UNTRAINED = {  # the rows of the table: a label, and its name there
+    "RoPE": "RoPE, as it was trained",
+    "RoPE, YaRN told the length": "YaRN told the length",
+    "RoPE, YaRN told the length, with temperature": "YaRN told the length, with its temperature",
+    "RoPE, YaRN x16": "YaRN x16",
+    "RoPE, slow pairs told the length": "slow pairs told the length",
+    "RoPE, NTK told the length": "NTK told the length",
+    "RoPE, window of 512": "a window of 512",
+    "FoPE": "trained with FoPE",
+    "FoPE, window of 512": "trained with FoPE, a window of 512",
+    "RoPE, theta 94": "trained with theta 94",
+    "RoPE, theta 94, window of 512": "trained with theta 94, a window of 512",
+}
+
+
+def untrained_table(folder, lengths=(512, 1024, 2048, 4096, 8192)):
+    """Nats per byte of RoPE models that read otherwise than they were trained, and of others."""
+    found, title = cells_to_cite(folder, ("nats per byte",), lengths), "nats per byte"
+    rows = [
+        [name, *(found[label][title, n] for n in lengths), found[label][title]]
+        for label, name in UNTRAINED.items()
+        if label in found
+    ]
+    return grid(["nats per byte", *(f"{n} ({n // 512}x)" for n in lengths), "models"], rows)
 
 
 def sizes_table(folder, lengths=(512, 2048, 8192)):
@@ -300,7 +324,7 @@ def sizes_table(folder, lengths=(512, 2048, 8192)):
 # --- tables in a text
 
 TABLES_TO_CITE = {"summary": summary_table, "keys": keys_table, "headline": headline_table}
-TABLES_TO_CITE |= {"cause": cause_table, "sizes": sizes_table}
+TABLES_TO_CITE |= {"cause": cause_table, "untrained": untrained_table, "sizes": sizes_table}
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 

@@ -36,8 +36,8 @@ FORMULAS = {
     | dict(column_sums=True, sign=-1, shape=SMALL | {"train_len": 512}),  # no column of noise alone
     "The equations (11-13)": QUERY_HEADS | dict(cap=False, noise="normal", pad=0),
     "XTuner": KEY_HEADS,
-    "vLLM": KEY_HEADS,
-    "vLLM with 55243, not merged": KEY_HEADS | dict(pad=0),
+    "vLLM before 55243": KEY_HEADS,
+    "vLLM with 55243": KEY_HEADS | dict(pad=0),
     "SGLang": KEY_HEADS,
     "LMDeploy": KEY_HEADS,
 }

