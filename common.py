@@ -71,8 +71,8 @@ def file_of_output():
 
 def is_out_of_memory(e):
     """Whether an exception is Python's or torch's, on a CPU or a GPU, for want of memory."""
-    words = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
-    return isinstance(e, MemoryError) or bool(re.search(words, str(e)))
+    messages = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
+    return isinstance(e, MemoryError) or bool(re.search(messages, str(e)))
 
 
 # --- command lines
@@ -287,8 +287,8 @@ def git_commit():
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
 
     def git(*args):
-        how = dict(cwd=ROOT, env=environment, capture_output=True, text=True)
-        return subprocess.run(["git", "--git-dir=.git", *args], **how)
+        command = ["git", "--git-dir=.git", *args]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()

@@ -109,8 +109,10 @@ class TokenData:
             tokens[done : done + len(part)] = part
             done, i = done + len(part), i + 1
         if n and (largest := int(tokens.max())) >= (size := self.meta["vocab_size"]):
-            what = f"its {self.split} text holds token {largest}, past the vocabulary of"
-            raise Refused(f"{self.folder}: {what} {self.tokenizer_id} ({size:,} tokens)")
+            raise Refused(
+                f"{self.folder}: its {self.split} text holds token {largest}, past the vocabulary "
+                f"of {self.tokenizer_id} ({size:,} tokens)"
+            )
         return tokens
 
     def sha256(self, split=None):

@@ -77,8 +77,10 @@ def expand(paths):
             elif p.is_file() or p.is_symlink():
                 passed_over.append(str(p))
         if not found:
-            known = "sotu, c4, gutenberg go by name, each alone"
-            raise Refused(f"{path} is or has no file ending in {', '.join(SUFFIXES)}; {known}")
+            raise Refused(
+                f"{path} is or has no file ending in {', '.join(SUFFIXES)}; "
+                "sotu, c4, gutenberg go by name, each alone"
+            )
         files |= found
     if passed_over:
         names = ", ".join(sorted(passed_over, key=lambda p: "/." in p)[:5])  # hidden ones last
@@ -261,8 +263,10 @@ def train_bpe(documents, n_vocab, path):
     trainer.train_from_iterator(texts(), n_vocab - 1, pattern=data.BPE_PATTERN)
     ranks = trainer.get_mergeable_ranks()
     if len(ranks) != n_vocab - 1:
-        what = f"too short for {n_vocab} tokens: it gives {len(ranks) + 1}"
-        raise Refused(f"the training text is {what}; try --tokenizer bpe:N with less, or byte")
+        raise Refused(
+            f"the training text is too short for {n_vocab} tokens: it gives {len(ranks) + 1}; "
+            "try --tokenizer bpe:N with less, or byte"
+        )
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in ranks]
     common.write_atomically(path, lambda f: f.writelines(lines))
 
@@ -356,9 +360,12 @@ def parse_args(argv):
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
     add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
-    known = "byte, bpe:N, gpt2, or a data folder that has one; if not given gpt2 for the hub's, "
-    known += "byte for less than 1 MB of text, else bpe:2048"
-    add("--tokenizer", default="", help=known)
+    add(
+        "--tokenizer",
+        default="",
+        help="byte, bpe:N, gpt2, or a data folder that has one; by default gpt2 for data of the "
+        "hub, byte for less than 1 MB of text, else bpe:2048",
+    )
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
     add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
     args = parser.parse_args(argv)
@@ -393,8 +400,10 @@ def main(argv=None):
         elif common.read_json(meta_json).get("settings") == settings:
             print(f"{args.out} is complete already, nothing to do")
         else:
-            what = "was prepared with other settings or from other files"
-            raise Refused(f"{args.out} {what}; choose another --out, or delete it")
+            raise Refused(
+                f"{args.out} was prepared with other settings or from other files; "
+                "choose another --out, or delete it"
+            )
 
 
 def check_tokenizer(name):
@@ -404,8 +413,10 @@ def check_tokenizer(name):
         return name, None
     if (Path(name) / "meta.json").exists():
         return data.tokenizer_id(common.read_json(Path(name) / "meta.json")), Path(name)
-    known = "gpt2, byte, bpe:N with N from 258 to 65536, or a data folder"
-    raise Refused(f"unknown tokenizer {name!r}; known: {known}")
+    raise Refused(
+        f"unknown tokenizer {name!r}; known: gpt2, byte, bpe:N with N from 258 to 65536, or a data "
+        "folder"
+    )
 
 
 def prepare(args, sources, tokenizer, tokenizer_folder, meta):

@@ -44,8 +44,13 @@ class Workload:
         self.model, self.what, self.device = GPT(recipe).to(device), what, device
         if what == "compiled":
             self.model.compile_parts()
-        how = dict(betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=recipe.lr, **how)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=recipe.lr,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
         rng = np.random.default_rng(0)
         batch = rng.integers(50257, size=(args.batch_size, args.train_len + 1))
         self.batch = torch.from_numpy(batch).to(device)

@@ -56,11 +56,11 @@ def draw(models):
     """A column for each model: |q| above, |k| below; a row is a layer."""
     shape = dict(figsize=(5.2 * len(models), 4.2), sharex=True, squeeze=False)
     fig, axes = plt.subplots(2, len(models), layout="constrained", **shape)
-    look = dict(vmin=0, vmax=max(max(map(max, m[name])) for m in models for name in "qk"))
+    scale = dict(vmin=0, vmax=max(max(map(max, m[name])) for m in models for name in "qk"))
     for column, m in zip(axes.T, models, strict=True):
         slow, half = sum(m["under_the_floor"]) // 2, len(m["under_the_floor"]) // 2
         for ax, name in zip(column, "qk", strict=True):
-            image = ax.imshow(m[name], aspect="auto", cmap="cividis", **look)
+            image = ax.imshow(m[name], aspect="auto", cmap="cividis", **scale)
             for end in (half, 2 * half):  # in each half the slow dimensions come last
                 ax.axvspan(end - slow - 0.5, end - 0.5, fill=False, edgecolor=RED, lw=2)
             ax.set(ylabel=f"layer, {name}", yticks=range(len(m[name])))

@@ -154,13 +154,14 @@ def prepare_data(figure, args):
         if (folder / "meta.json").exists():
             continue
         if args.size not in ON_CPU:
-            how = "python prepare_data.py --help shows how to make it"
-            raise Refused(f"there is no data/{name} yet; {how}")
+            raise Refused(
+                f"there is no data/{name} yet; python prepare_data.py --help shows how to make it"
+            )
         tokenizer = data_folder("books", args)  # that of the models which read it
         if name in trained_on:
             tokenizer = recipe_of(trained_on[name], args).tokenizer
-        words = [*DATA[name].split(), "--tokenizer", tokenizer, "--out", folder]
-        command = [sys.executable, "prepare_data.py", *map(str, words)]
+        flags = [*DATA[name].split(), "--tokenizer", tokenizer, "--out", folder]
+        command = [sys.executable, "prepare_data.py", *map(str, flags)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise Refused(f"the data of {name} could not be prepared")
 
@@ -187,8 +188,8 @@ def gather(name, figure, jobs, args):
         if not is_task(kind) or kind in figure.kinds
     }
     as_told = args.size == "tiny" and not (args.tokens or args.pos) and len(args.seeds) > 1
-    how = dict(message=figure.message if as_told else "", answers=figure.answers)
-    drawn = plot.draw(curves, path.with_suffix(""), **how)
+    message = figure.message if as_told else ""
+    drawn = plot.draw(curves, path.with_suffix(""), message=message, answers=figure.answers)
     print(tables.markdown_table(results, to=figure.to))
     return f"the figure: {drawn}, the results: {path}"
 
@@ -217,17 +218,19 @@ def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("figure", nargs="?", choices=FIGURES, metavar="FIGURE", help="a name that --list shows")
-    add("--list", action="store_true", help="the figures and tables")
-    add("--pos", nargs="+", help="of its models these alone, or any embedding, by name")
-    add("--size", choices=SIZES, default="tiny", help="of the models")
-    add("--tokens", type=positive_int, help="of each model, instead of the recipe's")
-    add("--seeds", type=some_seeds, default="1", help="of the models: 5 is the first five, or 1-10")
-    add("--passkey_seeds", type=some_seeds, help="of passkey models, if not the same")
-    add("--out", type=Path, help="folder of models and logs, if not runs_out/SIZE")
-    add("--results", type=Path, help="folder of the figure and its json, if not --out")
-    add("--gather", action="store_true", help="train nothing, draw what is done")
+    add("--list", action="store_true", help="show the names of all figures and tables")
+    add("--pos", nargs="+", help="only these models of the figure, or other embeddings, by name")
+    add("--size", choices=SIZES, default="tiny", help="size of the models")
+    add(
+        "--tokens", type=positive_int, help="training tokens of each model; by default the recipe's"
+    )
+    add("--seeds", type=some_seeds, default="1", help="5 for the seeds 0 to 4, or 1-10")
+    add("--passkey_seeds", type=some_seeds, help="seeds of passkey models; by default --seeds")
+    add("--out", type=Path, help="folder of models and logs; by default runs_out/SIZE")
+    add("--results", type=Path, help="folder of the figure and its json; by default --out")
+    add("--gather", action="store_true", help="train nothing, draw what is there")
     common.add_device_flag(parser)
-    add("--primary", action="store_true", help="compare what was named beforehand, in --results")
+    add("--primary", action="store_true", help="test what was named beforehand, with --results")
     args = parser.parse_args(argv)
     if args.primary:
         compare_named(args.results or RESULTS)
@@ -238,8 +241,8 @@ def main(argv=None):
         return
     name, figure = args.figure, FIGURES[args.figure]
     if args.pos:
-        known = {model.name: model for model in figure.models}
-        models = [known.get(pos) or Model(pos, dict(pos=pos)) for pos in args.pos]
+        by_name = {model.name: model for model in figure.models}
+        models = [by_name.get(pos) or Model(pos, dict(pos=pos)) for pos in args.pos]
         figure = replace(figure, models=tuple(models))
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU

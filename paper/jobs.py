@@ -59,8 +59,10 @@ def answers(path, asked):
     result, asked = vars(Recipe(**stored["recipe"])), vars(asked.resolved())
     for name, was in result.items():
         if name not in (*MAY_CHANGE, "tokenizer", "vocab_size") and was != asked.get(name):
-            what = f"{path} is of a model with {name} {was}, not {asked.get(name)}"
-            raise Refused(f"{what}; choose another --out or move it away")
+            raise Refused(
+                f"{path} is of a model with {name} {was}, not {asked.get(name)}; "
+                "choose another --out or move it away"
+            )
     corpus = path.stem.partition("_")[2] if "data" in stored else ""  # perplexity_CORPUS.json
     lengths = [parse_lengths(r["lengths"], asked["train_len"]) for r in (result, asked)]
     return (
@@ -75,14 +77,22 @@ def answers(path, asked):
 def start(job, log, environment):
     """The process of the first command of a job, which writes to its log."""
     # results name their command: paths as seen from the repository's root
-    words = [str(word).removeprefix(f"{ROOT}/") for word in job.commands[0]]
-    common.append(log, f"python {shlex.join(words)}\n")
+    command = [str(word).removeprefix(f"{ROOT}/") for word in job.commands[0]]
+    common.append(log, f"python {shlex.join(command)}\n")
     with open(log, "ab") as f:
-        how = dict(stdin=subprocess.DEVNULL, stdout=f, stderr=f, cwd=ROOT, env=environment)
+        stop_with_us = None
         if sys.platform == "linux":  # where we are killed, it is told to stop
-            how["preexec_fn"] = lambda: LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        # a session of its own, so that Ctrl-C reaches it through us alone
-        return subprocess.Popen([sys.executable, *words], start_new_session=True, **how)
+            stop_with_us = lambda: LIBC.prctl(1, signal.SIGTERM)  # noqa: E731  PR_SET_PDEATHSIG
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=f,
+            stderr=f,
+            cwd=ROOT,
+            env=environment,
+            preexec_fn=stop_with_us,
+            start_new_session=True,  # so that Ctrl-C reaches it through us alone
+        )
 
 
 def end_of(log):

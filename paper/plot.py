@@ -85,15 +85,15 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     draw_lines(ax, by_label, name, style, spread)
     if is_task(kind):
         part = part_of_answer(every)
-        what = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()}: {part}"
-        what = what.replace("_", " ")
+        title = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()}: {part}"
+        title = title.replace("_", " ")
         ax.set_ylabel("share that is right (higher is better)")
         ax.set_ylim(-0.03, 1.03)
         if name == "token_accuracy" and part == "digits":
             ax.axhline(0.1, color="black", lw=0.8, ls=":", zorder=1)
             ax.text(0, 0.11, " guessing", transform=ax.get_yaxis_transform(), size=SMALL)
     else:
-        what = kind.capitalize().replace("c4", "C4")
+        title = kind.capitalize().replace("c4", "C4")
         ax.set_ylabel(f"perplexity per {unit_of(every)} (lower is better), log axis")
         ax.set_yscale("log")  # so that equal losses in nats have equal heights
         ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
@@ -102,7 +102,7 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     few, many = (f(map(len, by_label.values())) for f in (min, max))
     seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
     seeds += {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
-    ax.set_title(f"{no_tex(what)} ({'one seed' if many == 1 else seeds})", fontsize=10)
+    ax.set_title(f"{no_tex(title)} ({'one seed' if many == 1 else seeds})", fontsize=10)
     train_len, lengths = train_len_of(every), sorted({n for r in every for n in r["lengths"]})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
@@ -152,9 +152,15 @@ def draw(results, out, **how):
 def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("results", nargs="*", help="json files of evaluations, single or gathered")
-    add("--out", help="of the figure, without .png; else that of the first json file")
-    add("--tables", nargs="+", default=[], metavar="TEXT.md", help="put the tables into these")
+    add("results", nargs="*", help="json files of evaluations")
+    add("--out", help="path of the figure, without .png; by default that of the first json file")
+    add(
+        "--tables",
+        nargs="+",
+        default=[],
+        metavar="TEXT.md",
+        help="texts whose tables to make again",
+    )
     args = parser.parse_args(argv)
     results = common.ROOT / "results"
     for path in map(Path, args.tables):

@@ -61,8 +61,10 @@ def load_results(paths, of_today=()):
         if result in by_kind[kind][label]:
             continue  # the same one, in two files
         if seed_of(result) in map(seed_of, by_kind[kind][label]):
-            what = f"a second result of {label} with seed {seed_of(result)}"
-            raise Refused(f"{path} has {what}; tell them apart by the evaluation's --label")
+            raise Refused(
+                f"{path} has a second result of {label} with seed {seed_of(result)}; "
+                "tell them apart by the evaluation's --label"
+            )
         by_kind[kind][label].append(result)
     check_together(by_kind)
     order = [*NAMES, *(result["recipe"]["pos"] for result, _ in every)]
@@ -124,13 +126,15 @@ def check_together(by_kind):
             ]
             for name in set().union(*trained) - set(MAY_DIFFER):
                 if len({str(recipe.get(name)) for recipe in trained}) > 1:
-                    what = f"the seeds of {label} differ in {name}"
-                    raise Refused(f"{what}; tell them apart by the evaluation's --label")
+                    raise Refused(
+                        f"the seeds of {label} differ in {name}; "
+                        "tell them apart by the evaluation's --label"
+                    )
 
 
 def check_same_text(kind, results):
     first, train_len = common_lengths(results)[0], train_len_of(results)
-    same = {
+    must_agree = {
         "tokenizers": [r["recipe"].get("tokenizer") for r in results],
         "texts": [r.get("data_sha256") for r in results],
         "--max_tokens": [r["lengths"][first].get("tokens") for r in results],
@@ -138,7 +142,7 @@ def check_same_text(kind, results):
             parse_lengths(r["recipe"].get("lengths", "1x"), train_len)[-1] for r in results
         ],
     }
-    for what, values in same.items():
+    for what, values in must_agree.items():
         if len(set(map(str, values))) > 1:
             raise Refused(f"these {kind} results cannot be compared: several {what}")
 
@@ -179,8 +183,8 @@ def label_of(result):
 def identity(result):
     """What tells a result from the others of its file."""
     recipe = result["recipe"]
-    what = str({k: v for k, v in sorted(recipe.items()) if k == "seed" or k not in MAY_DIFFER})
-    return result["kind"], result.get("label"), corpus_of(result), what
+    model = str({k: v for k, v in sorted(recipe.items()) if k == "seed" or k not in MAY_DIFFER})
+    return result["kind"], result.get("label"), corpus_of(result), model
 
 
 def unit_of(results):
@@ -267,8 +271,10 @@ def compare(named, seeds, folder, beside):
         by_label = load_results([path for path in paths if path.exists()]).get(kind, {})
         pairs = [[r for r in by_label.get(la, ()) if seed_of(r) in seeds] for la in (label, to)]
         if not all(len(results) == len(seeds) for results in pairs):
-            what = f"{folder} has not all of the {len(seeds)} seeds of {label} and {to}"
-            raise Refused(f"{what}, whose {kind} is to be compared ({figure})")
+            raise Refused(
+                f"{folder} has not all of the {len(seeds)} seeds of {label} and {to}, "
+                f"whose {kind} is to be compared ({figure})"
+            )
         length = multiple * train_len_of(pairs[0])
         values = paired_differences(*pairs, name, [length])[:, 0]
         row = dict(figure=figure, kind=kind, measure=name, label=label, to=to, length=length)

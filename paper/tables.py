@@ -141,14 +141,14 @@ def place_table(results, multiples=(4, 16)):
 
 def primary_table(rows):
     """What compare() returns."""
-    words = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
-    words["token_accuracy"] = ("digits, %", 100, 0)
+    measures = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
+    measures["token_accuracy"] = ("digits, %", 100, 0)
     lines = []
     for r in rows:
-        name, factor, digits = words[r["measure"]]
+        name, factor, digits = measures[r["measure"]]
         mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))
-        what = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
-        lines.append([what, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
+        difference = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
+        lines.append([difference, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
     return grid(["primary comparison", "seeds", "difference", "p (Holm)"], lines)
 
 
@@ -162,8 +162,8 @@ def bench_table(result):
         for what in (what for what in works if what in row):
             cells = [f"{pos}, {what}", f"{1000 * works[what] / row[what]:,.1f}"]
             cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
-            known = peak and f"{what}_flops" in row
-            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if known else "-"]
+            has_mfu = peak and f"{what}_flops" in row
+            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if has_mfu else "-"]
             cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}"]
             rows.append([*cells, row.get(f"{what}_kernels", "-")])
     title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
