@@ -221,27 +221,6 @@ def paired_differences(results, reference, name, lengths):
     return np.array(rows, dtype=float) if rows else np.empty((0, len(lengths)))
 
 
-def rise_removed(by_label, of="RoPE", least=0.1):
-    """
-    {label: [the share of the rise of `of` that it has not, for each seed that both have]}: the rise
-    is that of the loss from the training length to the longest that all have, and no share is
-    formed where that of `of` is under `least` nats.
-    """
-    every = [r for results in by_label.values() for r in results]
-    first, lengths, rises = train_len_of(every), common_lengths(every), {}
-    if of not in by_label or first not in lengths:
-        return {}
-    for label, results in by_label.items():
-        rows = {seed_of(r): r["lengths"] for r in sorted(results, key=seed_of)}
-        rises[label] = {s: at[lengths[-1]]["loss"] - at[first]["loss"] for s, at in rows.items()}
-    whole = {seed: rise for seed, rise in rises.pop(of).items() if rise >= least}
-    shares = {
-        label: [1 - rise / whole[seed] for seed, rise in of_label.items() if seed in whole]
-        for label, of_label in rises.items()
-    }
-    return {label: found for label, found in shares.items() if found}
-
-
 def half_interval(values):
     """Half the 95 % interval of the mean of n values (n, ...), by Student's t."""
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)

@@ -16,7 +16,7 @@ from paper.results import (
     load_results,
     paired_differences,
     part_of_answer,
-    rise_removed,
+    seed_of,
     train_len_of,
     unit_of,
 )
@@ -102,18 +102,28 @@ def difference_cells(results, reference, lengths, name, factor, digits):
     return [str(len(pairs)), *cells]
 
 
-def removed_table(results):
-    """rise_removed, in %: mean ± half its interval, then each seed."""
-    rows = []
+def excess_table(results, of="RoPE"):
+    """The loss of each label minus that of `of` at its training length, in pairs of one seed."""
+    tables = []
     for kind, by_label in results.items():
-        for label, shares in ({} if is_task(kind) else rise_removed(by_label)).items():
-            values = 100 * np.array(shares)
-            half = f" ± {half_interval(values):.0f}" if len(values) > 1 else ""
-            name = label + kind.removeprefix("perplexity")
-            each = ", ".join(f"{value:.0f}" for value in values)
-            rows.append([name, str(len(values)), f"{values.mean():.0f}{half}", each])
-    columns = ["of RoPE's rise to the longest text, %", "seeds", "removed", "each seed"]
-    return grid(columns, rows) if rows else ""
+        if is_task(kind) or of not in by_label:
+            continue
+        every = [r for rs in by_label.values() for r in rs]
+        lengths, train_len, rows = common_lengths(every), train_len_of(every), []
+        trained = {seed_of(r): r["lengths"].get(train_len) for r in by_label[of]}
+        for label, models in by_label.items():
+            start = [trained[seed_of(r)]["loss"] for r in models if trained.get(seed_of(r))]
+            paired = [r["lengths"] for r in models if trained.get(seed_of(r))]
+            if len(paired) < 2:
+                continue
+            cells = []
+            for n in lengths:
+                values = np.array([at[n]["loss"] for at in paired]) - start
+                cells.append(f"{values.mean():.3f} ± {half_interval(values):.3f}")
+            rows.append([label, str(len(paired)), *cells])
+        title = f"nats above {of} at {train_len}{kind.removeprefix('perplexity')}"
+        tables.append(grid([title, "seeds", *map(str, lengths)], rows) if rows else "")
+    return "\n\n".join(filter(None, tables))
 
 
 def place_table(results, multiples=(4, 16)):
@@ -358,7 +368,7 @@ def all_tables(folder):
         if OTHER_TABLES.get(path.stem.partition("_")[0]):
             continue
         kinds = load_results([path])
-        parts += [markdown_table(kinds, to="RoPE", only_differences=True), removed_table(kinds)]
+        parts += [markdown_table(kinds, to="RoPE", only_differences=True), excess_table(kinds)]
     return "\n\n".join(filter(None, parts))
 
 

@@ -76,22 +76,18 @@ def test_two_corpora_have_a_table_and_a_panel_each(tmp_path):
     assert [ax.get_title().lower().partition(" (")[0] for ax in figure.axes] == kinds
 
 
-def test_the_share_of_ropes_rise_that_is_removed(tmp_path):
-    """By seed, to the longest text that all have read; where RoPE hardly rises, no share."""
-    results = evaluations(tmp_path, {"RoPE": [1.0, 1.0, 1.0], "FoPE": [1.0, 1.0, 1.0]})
-    rises = {"RoPE": (0.5, 1.0, 0.05), "FoPE": (0.1, 0.5, 0.0)}
+def test_the_excess_over_rope_at_its_training_length(tmp_path):
+    """In pairs of one seed: RoPE's own rise, and how far above its start the others end."""
+    results = evaluations(tmp_path, {"RoPE": [1.0, 2.0], "FoPE": [1.5, 2.5]})
     for result in results:
         row = result["lengths"]["256"] = dict(result["lengths"]["256"])
-        row["loss"] += rises[result["label"]][result["recipe"]["seed"]]
-        if result["label"] == "RoPE":
-            result["lengths"]["512"] = row | {"loss": 9.0}
-    loaded = {}
-    for name, kept in (("a", results), ("b", results[:3]), ("c", results[2:])):
-        write(tmp_path / f"{name}.json", kept)
-        loaded[name] = tables.removed_table(res.load_results([tmp_path / f"{name}.json"]))
-    lines = loaded["a"].split("\n")
-    assert lines[2:] == [f"| FoPE | 2 | 65 ± {100 * 0.15 * 12.706:.0f} | 80, 50 |"]
-    assert loaded["b"] == loaded["c"] == ""  # RoPE alone; one seed of it, which hardly rises
+        row["loss"] += {"RoPE": 0.5, "FoPE": 0.1}[result["label"]]
+    write(tmp_path / "a.json", results)
+    _, _, *rows = tables.excess_table(res.load_results([tmp_path / "a.json"])).split("\n")
+    assert rows == [
+        "| FoPE | 2 | 0.500 ± 0.000 | 0.600 ± 0.000 |",
+        "| RoPE | 2 | 0.000 ± 0.000 | 0.500 ± 0.000 |",
+    ]
 
 
 def test_keys_by_their_place(tmp_path):
