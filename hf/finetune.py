@@ -11,7 +11,9 @@ checkpoint.
 """
 
 import json
-from contextlib import suppress
+import re
+from dataclasses import fields
+from glob import glob
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,19 +44,61 @@ PAPER = dict(  # AdamW, from 2048 to 4096 tokens
 )
 
 
-def check_lines(path):
-    """Refuse a .jsonl file that has a line without a chat or a text, or with an end of text."""
-    with open(path, encoding="utf-8-sig") as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            if EOT in line:  # TRL would read it as the end, prepare_data.py as text
-                raise Refused(f"{path}, line {n}: {EOT} would end the text there; take it out")
-            row = None
-            with suppress(ValueError):
-                row = json.loads(line)
-            if not isinstance(row, dict) or not {"messages", "text"} & row.keys():
-                raise Refused(f'{path}, line {n}: each line needs a "text" or "messages"')
+# --- the data
+
+CHAT = 'a list of {"role": a text, "content": a text}'
+
+
+def check_data(paths, text):
+    """
+    Refuse .jsonl files of which TRL would only say that something is wrong. Each line needs a text
+    in the field `text`, or each a chat in "messages"; all files need the same fields, of one kind.
+    """
+    field, of_first = None, {}
+    for path in paths:
+        found = {}  # {(field, type): where it was first}
+        with open(path, "rb") as f:
+            for n, line in enumerate(f, 1):
+                where = f"{path}, line {n}"
+                try:
+                    if not (line := line.decode("utf-8-sig").strip()):
+                        continue
+                    row = json.loads(line)
+                    json.dumps(row, ensure_ascii=False).encode()  # or it has half a character
+                except ValueError as e:
+                    raise Refused(f"{where}: this is no JSON in UTF-8 ({e})") from None
+                if not isinstance(row, dict) or not {"messages", text} & row.keys():
+                    raise Refused(f'{where}: each line needs a "{text}" or "messages"')
+                field = field or ("messages" if "messages" in row else text)
+                if not (texts := texts_of(row.get(field), field)):
+                    given = json.dumps(row[field])[:60] if field in row else "not there"
+                    needed = CHAT if field == "messages" else "a text"
+                    raise Refused(f'{where}: "{field}" is {given}, it needs to be {needed}')
+                if any(EOT in one for one in texts):  # TRL would read the end, prepare_data.py text
+                    raise Refused(f"{where}: {EOT} would end the text there; take it out")
+                for name, value in row.items():
+                    found.setdefault((name, type(value)), where)
+        if not found:
+            raise Refused(f"{path} is empty; take it out")
+        of_first = of_first or found
+        for (name, kind), where in found.items():
+            kinds = {kind for other, kind in of_first if other == name}
+            if not kinds or kind not in kinds | {type(None)} | ({int} if float in kinds else set()):
+                what = f'"{name}" is not there, or of another kind, in {paths[0]}'
+                raise Refused(f"{where}: {what}; give all files the same fields")
+
+
+def texts_of(value, field):
+    """The texts of a text, or of a chat's messages; [] where it is neither, as it should be."""
+    texts = [value]
+    if field == "messages":
+        chat = value if isinstance(value, list) else [None]
+        chat = [message if isinstance(message, dict) else {} for message in chat]
+        texts = [message.get(key) for message in chat for key in ("role", "content")]
+    return texts if all(isinstance(one, str) for one in texts) else []
+
+
+# --- runs
 
 
 def last_checkpoint(folder):
@@ -63,14 +107,40 @@ def last_checkpoint(folder):
     return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
+# flags that change nothing of the model, or what their names begin with
+FREE = (
+    "output_dir resume_ run_name project report_to trackio_ disable_tqdm log_ logging_ save_ hub_"
+)
+FREE += " push_to_hub local_rank ddp_timeout dataset_num_proc dataloader_num_workers dataloader_p"
+
+
+def files_of(path, pattern="**/*"):
+    """The files of a folder that the library reads, no hidden ones; a file is its own."""
+    inside = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob(pattern))
+    hidden = re.compile(r"/(\..|__)")
+    return [p for p in inside if p.is_file() and not hidden.search(f"/{p.relative_to(path)}")]
+
+
+def all_that_decides(parts, files):
+    """{name: value}, as json, of what decides a result: flags, in dataclasses, and files."""
+    asked, free = {f.name: getattr(p, f.name) for p in parts for f in fields(p)}, (*FREE.split(),)
+    asked = {name: value for name, value in asked.items() if not name.startswith(free)}
+    asked |= {str(path): f"of sha256 {common.file_sha256(path)[:16]}" for path in files}
+    return json.loads(json.dumps(asked, default=str))
+
+
 def check_folder(folder, asked):
-    """Refuse one that holds other files, or checkpoints of another model or of other data."""
+    """Refuse one that holds other files, or checkpoints of a run that something else decides."""
     started = folder / "finetune.json"
     if not started.exists() and any(folder.iterdir()):
         raise Refused(f"--output_dir {folder} holds other files; give an empty or a new folder")
-    begun = last_checkpoint(folder) or (folder / "training_args.bin").exists()
-    if begun and common.read_json(started) != asked:
-        raise Refused(f"--output_dir {folder} was started with another model, setting or data")
+    if last_checkpoint(folder) or (folder / "training_args.bin").exists():
+        before = common.read_json(started)
+        for name in before | asked:  # flags before files
+            was, now = (values.get(name, "not there") for values in (before, asked))
+            if was != now:
+                what = f"was started with {name} {was}, now it is {now}"
+                raise Refused(f"--output_dir {folder} {what}; choose another, or delete it")
     common.write_json(started, asked)
 
 
@@ -79,14 +149,21 @@ def main(argv=None):
     parser.set_defaults_with_config(**PAPER)
     script, training, model, data = parser.parse_args_and_config(argv)
     folder = common.make_folder(training.output_dir)
+    paths = [script.dataset_name] if script.dataset_name else []
+    for one in data.datasets:
+        several = [one.data_files] if isinstance(one.data_files, str) else one.data_files or []
+        paths += filter(None, [one.path, one.data_dir, *several])
+    if not (model.model_name_or_path and paths):
+        raise Refused("--model_name_or_path and --dataset_name must be given")
     if training.process_index == 0:
-        asked = {"model_name_or_path": model.model_name_or_path}
-        asked |= {name: getattr(training, name) for name in ("max_length", "learning_rate", "seed")}
-        for path in Path(script.dataset_name or "").glob("*.jsonl"):
-            check_lines(path)
-            asked[path.name] = common.file_sha256(path)
-        asked |= {"dataset_name": script.dataset_name or [vars(one) for one in data.datasets]}
-        check_folder(folder, asked)
+        paths = [one for path in paths for one in ([path] if Path(path).exists() else glob(path))]
+        files = [path for folder in paths for path in files_of(folder)]
+        check_data([path for path in files if path.suffix == ".jsonl"], training.dataset_text_field)
+        files += files_of(model.model_name_or_path, "*")
+        if training.chat_template_path:
+            files += files_of(training.chat_template_path, "*")
+        asked = all_that_decides((script, training, model, data), files)
+        check_folder(folder, asked | {"processes": training.world_size})
     if (folder / "training_args.bin").exists():  # the last file of the last save
         print(f"{folder} is done already")
         return
@@ -102,8 +179,15 @@ def main(argv=None):
     try:
         with patch.object(AutoTokenizer, "from_pretrained", read):
             sft.main(script, training, model, data)
+    except KeyError as e:
+        if e.args != (split := script.dataset_train_split,):
+            raise
+        what = f"{script.dataset_name} has no split {split}, by the names of its files"
+        raise Refused(f"{what}; --dataset_train_split names another") from None
     except (OSError, DatasetsError) as e:  # no such model, no such data
-        raise Refused(str(e).splitlines()[0]) from None
+        is_of_data = isinstance(e, DatasetsError) and e.__cause__  # which says more
+        reason = " ".join(str(e.__cause__).split()) if is_of_data else str(e).splitlines()[0]
+        raise Refused(reason) from None
 
 
 if __name__ == "__main__":

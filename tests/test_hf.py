@@ -406,12 +406,12 @@ def finetune():
 def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, capsys):
     data, out = write_chats(tmp_path / "data"), tmp_path / "out"
     words = ["--model_name_or_path", llama_folder, "--learning_rate", 0.01, "--save_steps", 5]
-    words += ["--dataset_name", data, "--output_dir", out, "--max_steps"]
-    finetune([*words, 10])
+    words += ["--dataset_name", data, "--output_dir", out, "--max_steps", 20]
+    finetune([*words, "--save_total_limit", 4])
     (out / "training_args.bin").unlink()  # as if killed before the end, while it saved
-    torn = shutil.copytree(out / "checkpoint-10", out / "checkpoint-15")
-    (torn / "trainer_state.json").unlink()
-    finetune([*words, 20])
+    shutil.rmtree(out / "checkpoint-20")
+    (out / "checkpoint-15" / "trainer_state.json").unlink()
+    finetune(words)
     state = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())
     losses = [line["loss"] for line in state["log_history"] if "loss" in line]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
@@ -421,24 +421,104 @@ def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, c
     assert torch.equal(coefs, drawn) and tuned.config.swap == start.config.swap
     # started once more, or mistyped, it writes over nothing
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    finetune([*words, 20])
+    finetune(words)
     assert "done" in capsys.readouterr().out
-    refuses(finetune, [*words, 20, "--model_name_or_path", "other"], "--output_dir")
-    refuses(finetune, [*words, 20, "--output_dir", llama_folder], "--output_dir")
+    refuses(finetune, [*words, "--output_dir", llama_folder], "--output_dir")
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
+def test_a_run_is_done_only_if_all_that_decides_it_is_the_same(finetune, tmp_path, monkeypatch):
+    """A setting, a file of the model, of the data, also in a folder below, or of the template."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(script, training, *others):
+        (Path(training.output_dir) / "training_args.bin").write_text("x")
+
+    monkeypatch.setattr(hf.finetune.sft, "main", train)
+    for path in ("model/weights", "data/below/a.jsonl", "chat.jinja"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text('{"text": "abc"}')
+    words = ["--model_name_or_path=model", "--dataset_name=data", "--output_dir=out"]
+    words += ["--chat_template_path=chat.jinja"]
+    hf.finetune.main(words)
+    Path("data/.hidden").write_text("x")
+    hf.finetune.main([*words, "--logging_steps=3", "--save_steps=9", "--report_to=none"])
+    for flag, value in (
+        ("num_train_epochs", 3),
+        ("max_steps", 500),
+        ("packing", False),
+        ("lr_scheduler_type", "constant"),
+        ("gradient_accumulation_steps", 8),
+        ("per_device_train_batch_size", 1),
+        ("model_name_or_path", "other"),
+    ):
+        refuses(
+            hf.finetune.main, [*words, f"--{flag}={value}"], "out was started", flag, str(value)
+        )
+    for path in ("model/weights", "data/below/a.jsonl", "chat.jinja"):
+        before = Path(path).read_text()
+        Path(path).write_text('{"text": "abd"}')
+        refuses(hf.finetune.main, words, "out was started", path)
+        Path(path).write_text(before)
+    Path("data/b.jsonl").write_text(before)
+    refuses(hf.finetune.main, words, "data/b.jsonl not there, now")
+
+
+def lines_of(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+TEXT, CHAT = {"text": "abc"}, {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"a": lines_of({"question": "who?"})}, ["a.jsonl, line 1", '"text" or "messages"']),
+        ({"a": lines_of(TEXT) + '{"text": \n'}, ["a.jsonl, line 2", "no JSON"]),
+        ({"a": lines_of({"text": "a<|endoftext|>b"})}, ["a.jsonl, line 1", "<|endoftext|>"]),
+        ({"a": "\n" + lines_of({"text": None}, TEXT)}, ["a.jsonl, line 2", '"text" is null']),
+        ({"a": lines_of({"text": 5})}, ["a.jsonl, line 1", '"text" is 5']),
+        ({"a": lines_of(TEXT, CHAT)}, ["a.jsonl, line 2", '"text" is not there']),
+        ({"a": lines_of(CHAT), "b": lines_of(TEXT)}, ["b.jsonl, line 1", '"messages"']),
+        ({"a": lines_of({"messages": "hello"})}, ["a.jsonl, line 1", "a list of"]),
+        ({"a": lines_of(CHAT, {"messages": []})}, ["a.jsonl, line 2", "a list of"]),
+        ({"a": lines_of({"messages": [{"role": "user", "content": None}]})}, ["a.jsonl, line 1"]),
+        ({"a": '{"text": "caf\udce9"}'}, ["a.jsonl, line 1", "UTF-8"]),  # latin-1
+        ({"a": '{"text": "\\ud800"}'}, ["a.jsonl, line 1", "UTF-8"]),
+        ({"a": lines_of(TEXT), "b": " \n"}, ["b.jsonl is empty"]),
+        ({"a": lines_of(TEXT), "below/b": lines_of(TEXT | {"x": 1})}, ["b.jsonl, line 1", '"x"']),
+        ({"a": lines_of(TEXT | {"x": 1}), "b": lines_of(TEXT | {"x": "1"})}, ['"x"']),
+        ({"test": lines_of(TEXT)}, ["--dataset_train_split"]),
+    ],
+    ids=str,
+)
+def test_data_are_refused_with_file_and_line_before_a_model_is_read(
+    files, words, finetune, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name, text in files.items():
+        path = tmp_path / "data" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    argv = ["--model_name_or_path", tmp_path / "none", "--dataset_name", tmp_path / "data"]
+    refuses(finetune, [*argv, "--output_dir", tmp_path / "out"], *words)
+
+
+def test_fields_that_only_some_lines_have_are_no_reason_to_refuse(finetune, tmp_path):
+    """The library fills them in, but in a later file not those that the first has not."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text(lines_of(TEXT, TEXT | {"x": 1.5, "y": None}), encoding="utf-8-sig")
+    other.write_text("\n" + lines_of(TEXT | {"x": 1}, TEXT | {"x": None}) + " \t\n")
+    hf.finetune.check_data([path, other], "text")
+
+
 def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
-    data, bad = write_chats(tmp_path / "data"), tmp_path / "bad" / "train.jsonl"
-    bad.parent.mkdir()
+    data = write_chats(tmp_path / "data")
     words = ["--output_dir", tmp_path / "out", "--model_name_or_path"]
     refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
-    bad.write_text('\ufeff\n{"text": "one"}\n \t\n{"text": "two"}\n\n', encoding="utf-8")
-    hf.finetune.check_lines(bad)  # blank lines are skipped
-    for text in ('{"question": "who?"}\n', '{"text": \n', '{"text": "a<|endoftext|>b"}\n'):
-        bad.write_text(text)
-        refuses(finetune, [*words, llama_folder, "--dataset_name", bad.parent], f"{bad}, line")
+    refuses(finetune, [*words, llama_folder], "--dataset_name")
 
 
 @pytest.fixture
