@@ -259,15 +259,15 @@ MISTAKES = {
     "on the CPU": (2, {"k, v, torch.arange(q.size(-2), device=q.device)":
                        "k, v, torch.arange(q.size(-2))"}, 9, "q.device"),
     "float64 slopes": (2, {"torch.tensor(slopes[": "torch.DoubleTensor(slopes["}, 8, "float64"),
-    "float64 noise": (4, {"torch.empty(self.n_table, D, K)":
-                          "torch.empty(self.n_table, D, K).double()"}, 8, "float64"),
+    "float64 noise": (4, {"torch.empty(self.n_head, D, K)":
+                          "torch.empty(self.n_head, D, K).double()"}, 8, "float64"),
     "float64 everywhere": (1, "torch.set_default_dtype(torch.float64)\n", 8, "default"),
     "its input is zeroed": (3, {"    return freqs[freqs >=": "    freqs *= freqs >= 2 * math.pi "
                                 "/ train_len\n    return freqs[freqs >="}, 9, "in place"),
-    "a generator of its own": (4, {"torch.empty(self.n_table, D, K)":
-                                   "torch.empty(self.n_table, D, K)\n        return noise.normal_("
+    "a generator of its own": (4, {"torch.empty(self.n_head, D, K)":
+                                   "torch.empty(self.n_head, D, K)\n        return noise.normal_("
                                    "std=self.sigma if self.variant == 'paper' else self.sigma * "
-                                   "math.sqrt(2 / (K * (D + self.n_table))), "
+                                   "math.sqrt(2 / (K * (D + self.n_head))), "
                                    "generator=OWN)",
                                    "EXAMPLE =": "OWN = torch.Generator()\nEXAMPLE ="},
                                9, "--seed"),
@@ -295,7 +295,7 @@ MISTAKES = {
     "sorted": (3, {"train_len]": "train_len].sort(descending=True)[0]"}, 8, "order"),
     "constant sine 0": (4, {"F.pad(sin, (0, n_constant), value=sin_pad)":
                         "F.pad(sin, (0, n_constant))"}, 8),
-    "no stride": (4, {"math.ceil(self.n_kept / K)": "1"}, 9),
+    "no stride": (4, {"math.ceil(D / K)": "1"}, 9),
     "uniform": (4, {"nn.init.normal_(noise, std=self.sigma)":
                 "noise.uniform_(-1, 1) * self.sigma * 3**0.5"}, 9),
     "one length for all": (5, {"right[r, -n:].all(), right[r, -n:]": "right[r].all(), right[r]"},
@@ -428,11 +428,11 @@ def test_names_that_people_and_platforms_give(tmp_path, name):
 
 
 def test_of_several_names_the_plainest_counts_and_of_several_words_the_first(tmp_path):
-    for name in ("fope_old.py", "test_fope.py", "a/fope.py", "a/b/fope.py", "evaluation_fope.py"):
+    for name in ("fope_old.py", "test_fope.py", "a/fope.py", "a/b/fope.py", "eval_passkey_fope.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     texts = grade.read_submission(tmp_path)
-    assert texts == {"fope.py": b"a/fope.py", "evaluation.py": b"evaluation_fope.py"}
+    assert texts == {"fope.py": b"a/fope.py", "eval_passkey.py": b"eval_passkey_fope.py"}
 
 
 @pytest.mark.parametrize("name", ["my_isofope.py", "test.py", ".venv/fope.py", "a.zip"])
