@@ -255,7 +255,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(
 def test_weights_that_are_not_finite_are_not_saved(data_folder, tmp_path, monkeypatch):
     run_training(data_folder, tmp_path, "--stop_at", "2")
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    monkeypatch.setattr(train, "learning_rate", lambda *args: math.inf)
+    monkeypatch.setattr(train, "learning_rate", lambda *args, **kwargs: math.inf)
     argv = train_argv(data_folder, tmp_path, "--resume", "--stop_at=3")
     refuses(train.main, argv, "step 3")
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
