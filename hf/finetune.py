@@ -160,8 +160,10 @@ def main(argv=None):
         files = [path for folder in paths for path in files_of(folder)]
         check_data([path for path in files if path.suffix == ".jsonl"], training.dataset_text_field)
         files += files_of(model.model_name_or_path, "*")
-        if training.chat_template_path:
-            files += files_of(training.chat_template_path, "*")
+        if template := training.chat_template_path:
+            if template.endswith((".jinja", ".j2")) and not Path(template).is_file():
+                raise Refused(f"there is no --chat_template_path {template}")
+            files += files_of(template, "*")
         asked = all_that_decides((script, training, model, data), files)
         check_folder(folder, asked | {"processes": training.world_size})
     if (folder / "training_args.bin").exists():  # the last file of the last save
@@ -179,6 +181,13 @@ def main(argv=None):
     try:
         with patch.object(AutoTokenizer, "from_pretrained", read):
             sft.main(script, training, model, data)
+    except ValueError as e:
+        if not str(e).startswith("Cannot use chat template"):
+            raise
+        what = (
+            f"the data are chats, and the tokenizer of {model.model_name_or_path} has no template"
+        )
+        raise Refused(f"{what}; --chat_template_path hf/chatml.jinja is one") from None
     except KeyError as e:
         if e.args != (split := script.dataset_train_split,):
             raise

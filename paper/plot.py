@@ -11,6 +11,7 @@ Seeds of one label are drawn as their mean, with the standard deviation or each 
 import csv
 import itertools
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def styles(labels):
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
-    more = itertools.cycle(more)
+    more = itertools.cycle([style | ls for ls in ({}, {"ls": ":"}, {"ls": "-."}) for style in more])
     style = {label: fixed[label] if label in fixed else next(more) for label in labels}
     goes_on = {label: {"ls": "--"} for label in labels if label.startswith("RoPE to ")}
     return {label: line | goes_on.get(label, {}) for label, line in style.items()}
@@ -96,7 +97,11 @@ def draw_panel(ax, by_label, kind, name, style, spread):
         title = kind.capitalize().replace("c4", "C4")
         ax.set_ylabel(f"perplexity per {unit_of(every)} (lower is better), log axis")
         ax.set_yscale("log")  # so that equal losses in nats have equal heights
-        ax.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10]))
+        low, high = ax.get_ylim()
+        places = matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10])
+        if high > 30 * low:  # of a wide range these would all be at its top
+            places = matplotlib.ticker.LogLocator(subs=(1, 2, 5))
+        ax.yaxis.set_major_locator(places)
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     few, many = (f(map(len, by_label.values())) for f in (min, max))
@@ -123,7 +128,9 @@ def figure_length(results, message="", answers="accuracy"):
     style = styles(list(dict.fromkeys(label for labels in results.values() for label in labels)))
     columns = min(len(panels), 2)  # more would make text too small in a README
     in_legend = 4 if len(style) == 4 else 3  # side by side
+    in_lines = [textwrap.fill(no_tex(label), 112 // in_legend) for label in style]
     rows, legend_rows = -(-len(panels) // columns), -(-len(style) // in_legend)
+    legend_rows *= 1 + max(label.count("\n") for label in in_lines)
     size = dict(figsize=(10.4, 4 * rows + 0.25 * legend_rows + 0.2 * bool(message)))
     fig, axes = plt.subplots(rows, columns, **size, squeeze=False, layout="constrained")
     axes = axes.flat
@@ -136,7 +143,7 @@ def figure_length(results, message="", answers="accuracy"):
         fig.suptitle(message, fontsize=12, fontweight="bold")
     handles = [plt.Line2D([], [], ms=5, **line) for line in style.values()]
     layout = dict(loc="outside lower center", ncols=in_legend, frameon=False, fontsize=SMALL)
-    fig.legend(handles, map(no_tex, style), **layout)  # not by ax.legend, which leaves "_x" out
+    fig.legend(handles, in_lines, **layout)  # not by ax.legend, which leaves "_x" out
     return fig
 
 

@@ -519,6 +519,9 @@ def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
     refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
     refuses(finetune, [*words, llama_folder], "--dataset_name")
+    argv = [*words, llama_folder, "--dataset_name", data, "--max_length=64"]
+    refuses(hf.finetune.main, [*argv, "--chat_template_path=no.jinja"], "no.jinja")
+    refuses(hf.finetune.main, argv, "template", "--chat_template_path")
 
 
 @pytest.fixture

@@ -34,6 +34,23 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     assert len({tuple(line.items()) for line in style.values()}) == len(labels)
     assert style["RoPE + QK-norm"] == style["RoPE"] | {"ls": "--"}
     assert style["RoPE to FoPE"]["ls"] == "--" and "ls" not in style["FoPE to FoPE"]
+    many = plot.styles([f"mine {i}" for i in range(20)]).values()  # more than there are colours
+    assert len({tuple(line.items()) for line in many}) == 20
+
+
+def test_long_labels_and_wide_ranges_can_be_read(tmp_path):
+    """A legend stays within the figure; ticks are not all at the top of a log axis."""
+    files = []
+    for i, value in enumerate((0.1, 1.0, 5000.0, 2.0, 3.0)):
+        path = result_file(tmp_path, "perplexity", "rope", i, value)
+        files.append(changed(path, label=f"an embedding of one's own with all its parameters, {i}"))
+    figure = plot.figure_length(load_results(files))
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 > 0 and legend.x1 < figure.bbox.width
+    (ax,) = figure.axes
+    low, high = ax.get_ylim()
+    assert sum(low < tick < 1000 for tick in ax.get_yticks()) >= 5 and high > 200_000
 
 
 def test_a_figure_of_next_to_no_training_says_so(tmp_path, monkeypatch):
