@@ -70,7 +70,7 @@ def check_data(paths, text):
                 if not isinstance(row, dict) or not {"messages", text} & row.keys():
                     raise Refused(f'{where}: each line needs a "{text}" or "messages"')
                 field = field or ("messages" if "messages" in row else text)
-                if not (texts := texts_of(row.get(field), field)):
+                if not (texts := texts_of(row, field)):
                     given = json.dumps(row[field])[:60] if field in row else "not there"
                     needed = CHAT if field == "messages" else "a text"
                     raise Refused(f'{where}: "{field}" is {given}, it needs to be {needed}')
@@ -88,13 +88,14 @@ def check_data(paths, text):
                 raise Refused(f"{where}: {what}; give all files the same fields")
 
 
-def texts_of(value, field):
-    """The texts of a text, or of a chat's messages; [] where it is neither, as it should be."""
-    texts = [value]
+def texts_of(row, field):
+    """The texts of a line; none where its field is no text or, as "messages", no chat of texts."""
+    texts = [row.get(field)]
     if field == "messages":
-        chat = value if isinstance(value, list) else [None]
-        chat = [message if isinstance(message, dict) else {} for message in chat]
-        texts = [message.get(key) for message in chat for key in ("role", "content")]
+        try:
+            texts = [message[key] for message in row[field] for key in ("role", "content")]
+        except (KeyError, TypeError):
+            return []
     return texts if all(isinstance(one, str) for one in texts) else []
 
 
@@ -108,10 +109,10 @@ def last_checkpoint(folder):
 
 
 # flags that change nothing of the model, or what their names begin with
-FREE = (
-    "output_dir resume_ run_name project report_to trackio_ disable_tqdm log_ logging_ save_ hub_"
+FREE = "output_dir resume_ run_name project report_to trackio_ disable_tqdm log_ logging_ save_"
+FREE += (
+    " hub_ push_to_hub local_rank ddp_timeout dataset_num_proc dataloader_num_workers dataloader_p"
 )
-FREE += " push_to_hub local_rank ddp_timeout dataset_num_proc dataloader_num_workers dataloader_p"
 
 
 def files_of(path, pattern="**/*"):
