@@ -114,6 +114,8 @@ class HandIn:
 
 def difference(got, expected):
     """Why got is not what is expected, up to rounding, and nested like it; "" if it is."""
+    if isinstance(got, torch.Tensor) and isinstance(expected, list | tuple):
+        got = [*got] if isinstance(expected[0], torch.Tensor) else got  # two tables in one tensor
     if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
         if len(got) != len(expected):
             return f"it gives {len(got)} values, not {len(expected)}"
@@ -146,13 +148,17 @@ def embedding():
 @cache
 def known_logits(seed):
     """{an embedding of the project, in words: its logits}."""
-    (kind, _, shape, qkv), names = questions(embedding, seed)[0], [*baselines.POSITION_EMBEDDINGS]
-    # with the halves exchanged, x2 + i x1, each pair turns the other way
-    asked = [(kind, name, shape, x) for x in (qkv, qkv.roll(32, -1)) for name in names]
+    kind, _, shape, qkv = questions(embedding, seed)[0]
+    orders = {
+        "": qkv,
+        ", turned the other way": qkv.roll(32, -1),  # x2 + i x1
+        ", with neighbours as pairs": qkv.unflatten(-1, (-1, 2)).mT.flatten(-2),
+    }
+    names = [(name, order) for order in orders for name in baselines.POSITION_EMBEDDINGS]
     text = b"from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
+    asked = [(kind, name, shape, orders[order]) for name, order in names]
     answers = child.ask("mine.py", text, asked)["value"]
-    names += [f"{name} with the turn's other sign" for name in names]
-    return {name: answer["logits"] for name, answer in zip(names, answers, strict=True)}
+    return {"".join(name): a["logits"] for name, a in zip(names, answers, strict=True)}
 
 
 def embed(hand_in, part):

@@ -144,6 +144,11 @@ def attend(self, q, k, v):
 
 ALiBi.attend = attend
 """),
+    "one tensor for both tables": (1, """
+def rotation_tables(freqs, T):
+    angles = torch.arange(T).float()[:, None] * freqs
+    return torch.stack((angles.cos(), angles.sin()))
+"""),
     "in loops": (1, """
 def apply_rotation(x, cos, sin):
     y, half = torch.zeros_like(x), x.size(-1) // 2
@@ -196,6 +201,19 @@ class MyEmbedding(RoPE):
 
     def rotate(self, q, k):
         return super().rotate(self.gain * q, k)
+"""),
+    "a bias that starts at 0": (6, """
+import baselines
+
+class MyEmbedding(baselines.LearnedBias):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.near, self.far = (torch.nn.Parameter(torch.zeros(self.n_head)) for _ in range(2))
+
+    def bias(self, i, j):
+        distance = (i[:, None] - j).abs()
+        near, far = self.near.view(-1, 1, 1), self.far.view(-1, 1, 1)
+        return near * (distance < 3) + far * distance.sqrt()
 """),
     "random frequencies": (6, """
 class MyEmbedding(RoPE):
@@ -308,11 +326,15 @@ MISTAKES = {
     "theta 9000": (6, with_keywords("RoPE", "theta=9000.0,"), 0, "theta = 9000"),
     "other keywords": (6, with_keywords("fope.FoPE", "sigma=0.1, floor=False,"), 0,
                        "sigma = 0.1, floor = False"),
-    "the other sign": (6, with_keywords("RoPE", "", "        self.freqs *= -1\n"), 0, "other sign"),
+    "the other sign": (6, with_keywords("RoPE", "", "        self.freqs *= -1\n"), 0,
+                       "the other way"),
     "doubled slopes": (6, with_keywords("fope.ALiBi", "", "        self.slopes *= 2\n"), 0,
                        "bias of alibi, times 2"),
     "2 q": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
                         "        return super().rotate(2 * q, k)\n"), 0, "times 2"),
+    "neighbours as pairs": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
+                            "        both = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (q, k))\n"
+                            "        return super().rotate(*both)\n"), 0, "neighbours"),
     "a parameter without use": (6, with_keywords("RoPE", "", "        self.gain = "
                                 "torch.nn.Parameter(torch.ones(1))\n"), 0, "attends as RoPE:"),
     # sheet 6: one's own, but for one mistake
