@@ -276,7 +276,6 @@ FIGURES = {
         "what is enough: one number of RoPE, the floor's place, the series' strength",
         ENOUGH,
         ("passkey_anywhere", "text"),
-        answers="token_accuracy",
         message="By our recipe theta 94 is enough for text, but not for passkeys",
         curves=("ALiBi", "RoPE", "FoPE", "FoPE, floor alone", "RoPE, theta 94"),
         beside=("figure1", "parts"),
