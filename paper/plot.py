@@ -86,8 +86,8 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     draw_lines(ax, by_label, name, style, spread)
     if is_task(kind):
         part = part_of_answer(every)
-        title = f"Whole {kind}s" if name == "accuracy" else f"{kind.capitalize()}: {part}"
-        title = title.replace("_", " ")
+        plural = "passkeys, question anywhere" if kind == "passkey_anywhere" else f"{kind}s"
+        title = f"Whole {plural}" if name == "accuracy" else f"{plural.capitalize()}: {part}"
         ax.set_ylabel("share that is right (higher is better)")
         ax.set_ylim(-0.03, 1.03)
         if name == "token_accuracy" and part == "digits":
