@@ -69,6 +69,7 @@ class PutBack(PositionEmbedding):
     def __init__(self, pos, how, put_back):
         super().__init__(head_dim=pos.head_dim, n_head=pos.n_head, train_len=pos.train_len)
         self.pos, self.how, self.put_back = pos, how, put_back
+        self.far_attention = []  # of each text, the mean over heads and queries past train_len
         slow = rope_freqs(pos.head_dim, pos.theta) < 2 * math.pi / pos.train_len
         self.dims = {"slow": slow.repeat(2), "fast": ~slow.repeat(2)}
 
@@ -105,7 +106,10 @@ class PutBack(PositionEmbedding):
         with torch.autocast(q.device.type, enabled=False):  # a fused kernel's scores are fp32
             scores = self.scores(q.float(), k.float())
             future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-            return scores.masked_fill(future, -torch.inf).softmax(dim=-1).to(v.dtype) @ v
+            weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
+            N = self.train_len
+            self.far_attention.append(float(weights[..., N:, :].tril(0).sum(dim=-1).mean()))
+            return weights.to(v.dtype) @ v
 
 
 def measure(run, length, n_windows, conditions, device):
@@ -126,12 +130,11 @@ def measure(run, length, n_windows, conditions, device):
             block.attn.pos = PutBack(pos, how, put_back)
         at = window_loss(model, windows, length).mean(axis=0)
         loss[condition] = float(at.mean())
-        rows = attention_rows(model, windows, length)
-        n_near = model.config.train_len // STEP
-        far = np.mean([sum(row[n_near:]) for row in rows[n_near:]])
-        found["far_attention"][condition] = round(float(far), 4)
+        far_attention = model.blocks[-1].attn.pos.far_attention
+        found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
         if condition in (*USUAL, "slow, recent"):
             found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
+            rows = attention_rows(model, windows, length)
             found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
     damage = loss["none"] - loss["near"]
