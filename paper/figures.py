@@ -248,6 +248,22 @@ UNTRAINED = (
 )
 UNTRAINED = tuple(replace(m, kinds=("text",)) for m in UNTRAINED)
 
+
+def partial_rotary(name, label, theta):
+    """RoPE as many models have it today: half of the pairs turn, the others know no position."""
+
+    def freqs(recipe):
+        turning = rope_freqs(recipe.head_dim // 2, theta).tolist()
+        return turning + [0.0] * (recipe.head_dim // 2 - len(turning))
+
+    return Model(name, dict(pos="rope", pos_args=dict(freqs=freqs)), label)
+
+
+PARTIAL = (
+    partial_rotary("rope_partial", "RoPE, half of the pairs", 10000.0),
+    partial_rotary("rope_partial94", "RoPE, half of the pairs, theta 94", 93.9),
+)
+
 # The learning rate of the keys' recipe was chosen with FoPE. Does another one teach RoPE or theta
 # 94 to copy? Each embedding gets the rate of this grid with which most whole keys at 512 are found,
 # the mean of seeds 1 and 2; of two within 2 points of each other the one with the lower NLL of the
@@ -287,6 +303,12 @@ FIGURES = {
         beside=("figure1", "parts", "enough"),
     ),
     "rates": Figure("learning rates of keys", RATES, ("passkey_anywhere",)),
+    "partial": Figure(
+        "partial rotary: half of the pairs turn",
+        PARTIAL,
+        ("passkey_anywhere", "text"),
+        beside=("figure1", "enough"),
+    ),
     "longer": Figure("keys of theta 94 with twice the tokens", (LONGER,), ("passkey_anywhere",)),
     "figure1_all": Figure(
         "KERPLE, FIRE, RoPE-A, too", (*FOUR, *plain("kerple", "rope_a"), FIRE), BOTH
