@@ -58,7 +58,7 @@ class HandIn:
     def __init__(self, file, text, seed):
         self.file, self.text, self.seed = file, text, seed
         self.answers = {}  # {function of a check: what child.ask returns}
-        self.mistakes = {}  # {name of a question: changes that give the right file this mistake}
+        self.mistakes = {}  # {name of a function: changes that give the right file this mistake}
         self.unnamed = set()  # checks that are wrong, and no mistake of MISTAKES is why
 
     def student(self, function):
@@ -81,16 +81,16 @@ class HandIn:
     def compare(self, name, function):
         """Wrong, if the student's answers to a check are not the right ones."""
         got, question = self.student(function), questions(function, self.seed)[0]
-        asked = [x for x in question if isinstance(x, str)][-1]  # train is asked about a function
-        expected = right(self.file, function, self.seed, self.mistakes.get(asked, ()))
-        wrong = difference(got, expected)
+        asked_of = [x for x in question if isinstance(x, str)][-1]  # in a question of train, too
+        changes = self.mistakes.get(asked_of, ())
+        wrong = difference(got, right(self.file, function, self.seed, changes))
         for sentence, changes in MISTAKES.get(name, []) if wrong else []:
             changes = tuple(changes.items())
             if not difference(got, right(self.file, function, self.seed, changes)):
-                self.mistakes[asked] = changes
+                self.mistakes[asked_of] = changes
                 raise Wrong(sentence, True)
         if wrong:
-            raise Wrong(f"{asked}: {wrong}")
+            raise Wrong(f"{asked_of}: {wrong}")
 
     def reason(self, name, sentence, function):
         """Why a check gives no points; "" if it does."""
@@ -130,10 +130,10 @@ def difference(got, expected):
     if got.shape != expected.shape:
         return f"the shape is {tuple(got.shape)}, not {tuple(expected.shape)}"
     off = (got.double() - expected.double()).abs()
-    same = (off <= (0.03 if expected.dtype == torch.bfloat16 else 1e-3)).all()  # no nan is
-    if same and "torch.float64" in dtypes and dtypes[0] != dtypes[1]:
-        return f"the dtype is {dtypes[0]}, not {dtypes[1]}"
-    return "" if same else f"values are off by up to {off.max():.3g}"
+    if not (off <= (0.03 if expected.dtype == torch.bfloat16 else 1e-3)).all():  # nan is not
+        return f"values are off by up to {off.max():.3g}"
+    wrong_dtype = "torch.float64" in dtypes and dtypes[0] != dtypes[1]
+    return f"the dtype is {dtypes[0]}, not {dtypes[1]}" if wrong_dtype else ""
 
 
 # --- sheet 6
@@ -146,7 +146,7 @@ def embedding():
 
 
 @cache
-def known_logits(seed):
+def project_logits(seed):
     """{an embedding of the project, in words: its logits}."""
     kind, _, shape, qkv = questions(embedding, seed)[0]
     orders = {
@@ -156,8 +156,8 @@ def known_logits(seed):
     }
     names = [(name, order) for order in orders for name in baselines.POSITION_EMBEDDINGS]
     text = b"from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
-    asked = [(kind, name, shape, orders[order]) for name, order in names]
-    answers = child.ask("mine.py", text, asked)["value"]
+    embeds = [(kind, name, shape, orders[order]) for name, order in names]
+    answers = child.ask("mine.py", text, embeds)["value"]
     return {"".join(name): a["logits"] for name, a in zip(names, answers, strict=True)}
 
 
@@ -167,13 +167,13 @@ def embed(hand_in, part):
         mine = hand_in.student(embedding)[0]
     except Wrong as e:
         raise Wrong(str(e.args[0]), True) from None  # it says nothing of this part
-    known = known_logits(hand_in.seed)
+    theirs = project_logits(hand_in.seed)
+    nope = theirs["nope"]
     keywords = "".join(f", {name} = {value}" for name, value in mine["keywords"].items())
-    pairs = {mine["base"] + keywords: (mine["logits"], mine.get("base logits", known["nope"]))}
-    pairs |= {name: (mine["logits"], logits) for name, logits in known.items()}
-    # what a bias adds to the logits
-    pairs |= {f"the bias of {name}": (mine["logits"] - known["nope"], known[name] - known["nope"])
-              for name in ("alibi", "kerple", "fire")}  # fmt: skip
+    pairs = {mine["base"] + keywords: (mine["logits"], mine.get("base logits", nope))}
+    pairs |= {name: (mine["logits"], logits) for name, logits in theirs.items()}
+    for name in ("alibi", "kerple", "fire"):  # what they add to the logits
+        pairs[f"the bias of {name}"] = mine["logits"] - nope, theirs[name] - nope
     for name, (x, y) in pairs.items():
         factor = (x * y).sum() / y.square().sum()  # the same before and after a step of training
         if (x - factor * y).abs().max() < 1e-3:
@@ -223,12 +223,11 @@ CHECKS = [
      lambda: [("rotation_tables", freqs(6), T) for T in (1, 12, 2048)]),
     (1, 3, "rotation", "apply_rotation: multiply x1 + i x2 by cos + i sin, x1 the first half.",
      lambda: [("apply_rotation", randn(2, 3, 9, 16), randn(*shape), randn(*shape))
-                  for shape in ((9, 8), (3, 9, 8))]),
+              for shape in ((9, 8), (3, 9, 8))]),
     (1, 1, "dtype", "Compute in fp32 and give back the dtype of x: bf16 rounds each step.",
      lambda: [("rounding", "apply_rotation", randn(1, 2, 90, 16), *randn(2, 90, 8))]),
     (1, 2, "in training", "A training cannot use it.",
-     lambda: [("train", 1, "apply_rotation", randn(1, 4, 60, 16),
-                   *randn(2, 60, 8))]),
+     lambda: [("train", 1, "apply_rotation", randn(1, 4, 60, 16), *randn(2, 60, 8))]),
     (2, 1, "slopes", "The slopes are 2^(-8h/n_head), h = 1 .. n_head.",
      lambda: [("alibi_slopes", 2**n) for n in range(5)]),
     (2, 1, "slopes in between", "Of the slopes of 2p take every other one, from the first on.",
@@ -245,12 +244,12 @@ CHECKS = [
      lambda: [("train", 3, "ALiBi.attend", alibi(), *randn(3, 1, 4, 60, 8))]),
     (3, 4, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
      lambda: [("above_floor", freqs(40).sort(descending=True)[0], n)
-                  for n in (16, *integers(50, 200), *integers(1000, 1500))]),
+              for n in (16, *integers(50, 200), *integers(1000, 1500))]),
     (3, 2, "order", "The frequencies stay in the order in which they come.",
      lambda: [("above_floor", freqs(20), 300)]),
     (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
      lambda: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
-                  for n in integers(5, 12)]),
+              for n in integers(5, 12)]),
     (3, 1, "argument", "The frequencies that are given must stay as they are.",
      lambda: [("train", 0, "above_floor", freqs(20), 300)]),
     (4, 3, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
@@ -273,8 +272,7 @@ CHECKS = [
     (5, 2, "answer_nll", "The mean over trials of an answer's mean cross-entropy per token.",
      lambda: [accuracy("answer_nll")]),
     (5, 2, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
-     lambda: [accuracy("accuracy", "token_accuracy", "trials", wrong=wrong)
-                  for wrong in (0.0, 1.0)]),
+     lambda: [accuracy("accuracy", "token_accuracy", "trials", wrong=x) for x in (0.0, 1.0)]),
     (5, 1, "right", "A trial is right if its whole answer is. Answers differ in length.",
      lambda: [accuracy("right", "token_accuracy", trials=40) for _ in range(2)]),
     (5, 1, "share_right", "Of each trial the share of its answer tokens that is right.",
@@ -324,10 +322,10 @@ MISTAKES = {
         ("A query sees the keys that come after it.", {"v, is_causal=True, scale": "v, scale"}),
         # columns that are added change the kernel's own scale
         *[("q.k is scaled twice: the kernel's scale is 1/sqrt of the width if you give none.",
-           {"scale=1.0": f"scale={width**-0.5}"}) for width in (16, 10, 9)],
+           {"scale=1.0": f"scale={width**-0.5}"}) for width in (16, 11, 10, 9)],
         *[("The bias is divided, too: give q / sqrt(head_dim) to the kernel, and scale=1.0.",
            {"(q / math.sqrt(self.head_dim)": "(q", "scale=1.0": f"scale={width**-0.5}"})
-          for width in (8, 16, 10, 9)],
+          for width in (8, 16, 11, 10, 9)],
     ],
     "floor": [
         ("The others are set to zero: return the kept ones, a shorter tensor.",

@@ -57,9 +57,9 @@ def without_solutions(text, file, given):
 
 def main(argv=None):
     parser = ArgumentParser(__doc__)
-    parser.add_argument("folder", type=Path, help="a new or empty folder")
-    words = dict(nargs="*", type=int, choices=TO_WRITE, default=[])
-    parser.add_argument("--given", **words, help="sheets that are solved already")
+    add = parser.add_argument
+    add("folder", type=Path, help="a new or empty folder")
+    add("--given", nargs="*", type=int, choices=TO_WRITE, default=[], help="sheets solved already")
     args = parser.parse_args(argv)
     if any(make_folder(args.folder).iterdir()):
         raise Refused(f"{args.folder} is not empty; choose another folder")

@@ -333,9 +333,9 @@ MISTAKES = {
     "2 q": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
                         "        return super().rotate(2 * q, k)\n"), 0, "times 2"),
     "neighbours as pairs": (6, built_on("RoPE", "    def rotate(self, q, k):\n"
-                            "        pairs = (x.unflatten(-1, (-1, 2)).mT for x in (q, k))\n"
-                            "        return super().rotate(*(x.flatten(-2) for x in pairs))\n"),
-                            0, "neighbours"),
+                            "        pairs = torch.stack((q, k)).unflatten(-1, (-1, 2))\n"
+                            "        return super().rotate(*pairs.mT.flatten(-2))\n"), 0,
+                            "neighbours"),
     "a parameter without use": (6, with_keywords("RoPE", "", "        self.gain = "
                                 "torch.nn.Parameter(torch.ones(1))\n"), 0, "attends as RoPE:"),
     # sheet 6: one's own, but for one mistake
