@@ -1,12 +1,13 @@
-"""
+r"""
 Read Llamas, swapped or not, with the paper's benchmarks, by lm-evaluation-harness's command line.
 
-    python -m hf.benchmark run --tasks table4 table5 mmlu --model_args pretrained=tuned
-    python -m hf.benchmark run --tasks table1 --model middle_cut --model_args pretrained=tuned
+    python -m hf.benchmark run --tasks table4 table5 mmlu_continuation --model_args pretrained=tuned
+    python -m hf.benchmark run --tasks table1 --model middle_cut \
+        --model_args pretrained=tuned,max_length=16384
     python -m hf.benchmark run --tasks passkeys --model_args pretrained=tuned,max_length=8192
 
 The flags are those of `lm_eval`. A model is a folder or a name on the hub. hf/tasks/ has what the
-harness lacks: the paper's tables 1, 4 and 5 (6 is its own mmlu) and passkeys.
+harness lacks: the paper's tables 1, 4 and 5 and passkeys. Table 6 is its own mmlu_continuation.
 """
 
 import sys

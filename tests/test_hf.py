@@ -630,8 +630,10 @@ def test_the_tables(benchmark, llama_folder, tmp_path):
         ("table5", 'doc_to_target: "{{answer[0]}}"'),
     ):
         head, tasks = re.split("^task:", (folder / f"{name}.yaml").read_text(), flags=re.M)
-        names = re.findall(r"task: (\w+)", tasks) or re.findall(r"\w+", tasks)
-        assert len(names) > 1 and set(names) <= known
+        names = re.findall(r"^ *- (?:\{?task: )?(\w+)", tasks, flags=re.M)
+        assert len(names) > 1 and set(names) <= known | {
+            path.stem for path in folder.glob("*.yaml")
+        }
         (folder / f"{name}.yaml").write_text(f"{head}task: [{{task: writing, {entry}}}]")
     how = ["--include_path", folder, "--tasks"]
     row = benchmark(llama_folder, *how, "table1", "--model", "middle_cut")["writing"]
@@ -642,6 +644,7 @@ def test_the_tables(benchmark, llama_folder, tmp_path):
     log_probs = logits(hf.swap.load(llama_folder).eval(), ids[:, :-1]).log_softmax(-1)[0, -2:]
     expected = -log_probs.gather(1, ids[0, -2:, None]).sum()
     assert row["loss,none"] == pytest.approx(float(expected), abs=1e-3)
+    assert row["loss_per_character,none"] == row["loss,none"]  # of one character
 
 
 def test_a_prompt_that_is_too_long_loses_its_middle(benchmark, llama_folder, monkeypatch):
