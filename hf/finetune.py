@@ -109,10 +109,9 @@ def last_checkpoint(folder):
 
 
 # flags that change nothing of the model, or what their names begin with
-FREE = "output_dir resume_ run_name project report_to trackio_ disable_tqdm log_ logging_ save_"
-FREE += (
-    " hub_ push_to_hub local_rank ddp_timeout dataset_num_proc dataloader_num_workers dataloader_p"
-)
+FREE = "output_dir resume_ run_name project report_to trackio_ disable_tqdm log_ logging_ "
+FREE += "save_ hub_ push_to_hub local_rank ddp_timeout dataset_num_proc dataloader_num_workers "
+FREE += "dataloader_p"  # pinned, persistent, how many ahead
 
 
 def files_of(path, pattern="**/*"):
