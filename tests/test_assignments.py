@@ -118,6 +118,10 @@ def test_a_check_needs_no_other_sheet(graded, starter, sheet):
 # --- right solutions, each written in another way
 
 RIGHT = {
+    "a thread that never ends": (3, """
+import threading, time
+threading.Thread(target=time.sleep, args=(900,)).start()
+"""),
     "rotate half": (1, """
 def rotation_tables(freqs, T):
     z = torch.polar(torch.ones(T, len(freqs)), torch.arange(T)[:, None] * freqs[None, :])
