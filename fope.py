@@ -305,18 +305,19 @@ class FoPE(RoPE):
         "paper" is the equations.
 
                                  "released"                              "paper"
-        K, with a floor          min(D, head_dim/4)                      D
-        own frequency of pair k  d = k ceil(D/K)                         d = k
+        K (D without a floor)    min(D, head_dim/4)                      D
+        own frequency of pair k  d = k ceil(D/K), if that is below D     d = k
         noise                    xavier normal with gain sigma           normal
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
     cap: cap=False means that K is D in the released variant, too. A model that was trained with
-        RoPE needs it, so that each frequency stays on the pair that has learned it. With the limit
-        of head_dim/4, where D is larger, every second frequency is no pair's own.
-    sin_pad: the sine of the pairs that stand still; their cosine is 1. With sin_pad=1 such a pair
-        is turned by 45 degrees and stretched by sqrt(2), in q and in k, so its share of q.k is
-        doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
+        RoPE needs cap=False, so that each frequency stays on the pair that has learned it. With the
+        limit of head_dim/4, where D is larger, every second frequency has no pair of its own.
+    sin_pad: the sine of the pairs that stand still; their cosine is 1. By default the variant's.
+        With sin_pad=1 such a pair is turned by 45 degrees and stretched by sqrt(2), in q and in k,
+        so its share of q.k is doubled, also with sigma=0. A model must be read with the sin_pad it
+        was trained with.
 
     The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
     a standard deviation. And Eq. 11-13 put one series on the logit of query i and key j, as a

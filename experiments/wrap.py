@@ -1,5 +1,5 @@
 r"""
-Why does a longer text break RoPE? Change what far keys show, without training: the loss comes back.
+Why does a longer text break RoPE? Change what far keys show, without training, and the loss falls.
 
     python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
     python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held --conditions places
@@ -13,18 +13,20 @@ again, but in the slow pairs, in the fast pairs or in both a far key is turned a
 elsewhere:
 
     held at D    every far key shows the angle of the distance D
-    wrapped      a key at distance d shows train_len/2 + (d - train_len/2) mod train_len/2
-    recent       a key at distance d shows d mod train_len/2, as if it were one of the last keys
+    wrapped      with H = train_len/2, a key at distance d shows the distance H + (d - H) mod H
+    recent       a key at distance d shows the distance d mod H, as if it were one of the last keys
 
 "none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
 damage of the far keys. Two results matter: how much of the damage is left, and how much attention
 the far keys still get.
 
-These predictions were made before the runs. New angles of slow pairs are not the cause if changing
-the slow pairs removes no more of the damage than changing the fast pairs. They are not the cause
-either if a model without slow pairs (RoPE with theta 94, FoPE) gains as much as RoPE does. Slow
-pairs that are held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half of
-what they do at 0.5 and 0.75 times; fast pairs remove about the same at each place.
+Three predictions were made before the runs. The report says how they came out. If new angles of
+slow pairs are the cause, then
+
+    changing the slow pairs removes more of the damage than changing the fast pairs;
+    a model without slow pairs (RoPE with theta 94, FoPE) has less damage to remove than RoPE;
+    slow pairs held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half of
+    what they remove at 0.5 and 0.75 times, and fast pairs remove about the same at each place.
 """
 
 import math
