@@ -17,9 +17,9 @@ LENGTH = 8192
 # label in the results, name at the curve's end, and how far above that end the name stands
 CURVES = [
     ("RoPE", "RoPE", 1.0),
-    ("RoPE, theta 94", "RoPE, theta 94", 0.95),
-    ("RoPE, YaRN told the length", "RoPE read with YaRN", 0.97),
-    ("FoPE", "FoPE", 1.07),
+    ("RoPE, theta 94", "RoPE, theta 94", 1.01),
+    ("RoPE, YaRN told the length", "RoPE with YaRN", 0.91),
+    ("FoPE", "FoPE", 1.08),
     ("ALiBi", "ALiBi", 0.98),
 ]
 MORE_COLOURS = {"RoPE, theta 94": "#8A6D00", "RoPE, YaRN told the length": "#5B8DB8"}
