@@ -123,25 +123,28 @@ def files_of(path, pattern="**/*"):
 
 def all_that_decides(parts, files):
     """{name: value}, as json, of what decides a result: flags, in dataclasses, and files."""
-    asked, free = {f.name: getattr(p, f.name) for p in parts for f in fields(p)}, (*FREE.split(),)
-    asked = {name: value for name, value in asked.items() if not name.startswith(free)}
-    asked |= {str(path): f"of sha256 {common.file_sha256(path)[:16]}" for path in files}
-    return json.loads(json.dumps(asked, default=str))
+    flags = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    free = tuple(FREE.split())
+    settings = {name: value for name, value in flags.items() if not name.startswith(free)}
+    settings |= {str(path): f"of sha256 {common.file_sha256(path)[:16]}" for path in files}
+    return json.loads(json.dumps(settings, default=str))
 
 
-def check_folder(folder, asked):
+def check_folder(folder, settings):
     """Refuse one that holds other files, or checkpoints of a run that something else decides."""
     started = folder / "finetune.json"
     if not started.exists() and any(folder.iterdir()):
         raise Refused(f"--output_dir {folder} holds other files; give an empty or a new folder")
     if last_checkpoint(folder) or (folder / "training_args.bin").exists():
-        before = common.read_json(started)
-        for name in before | asked:  # flags before files
-            was, now = (values.get(name, "not there") for values in (before, asked))
-            if was != now:
-                what = f"was started with {name} {was}, now it is {now}"
-                raise Refused(f"--output_dir {folder} {what}; choose another, or delete it")
-    common.write_json(started, asked)
+        first_settings = common.read_json(started)
+        for name in first_settings | settings:  # flags before files
+            old, new = (values.get(name, "not there") for values in (first_settings, settings))
+            if old != new:
+                raise Refused(
+                    f"--output_dir {folder} was started with {name} {old}, now it is {new}; "
+                    "choose another, or delete it"
+                )
+    common.write_json(started, settings)
 
 
 def main(argv=None):
@@ -164,8 +167,8 @@ def main(argv=None):
             if template.endswith((".jinja", ".j2")) and not Path(template).is_file():
                 raise Refused(f"there is no --chat_template_path {template}")
             files += files_of(template, "*")
-        asked = all_that_decides((script, training, model, data), files)
-        check_folder(folder, asked | {"processes": training.world_size})
+        settings = all_that_decides((script, training, model, data), files)
+        check_folder(folder, settings | {"processes": training.world_size})
     if (folder / "training_args.bin").exists():  # the last file of the last save
         print(f"{folder} is done already")
         return
@@ -184,15 +187,17 @@ def main(argv=None):
     except ValueError as e:
         if not str(e).startswith("Cannot use chat template"):
             raise
-        what = (
-            f"the data are chats, and the tokenizer of {model.model_name_or_path} has no template"
-        )
-        raise Refused(f"{what}; --chat_template_path hf/chatml.jinja is one") from None
+        raise Refused(
+            f"the data are chats, and the tokenizer of {model.model_name_or_path} has no template; "
+            "--chat_template_path hf/chatml.jinja is one"
+        ) from None
     except KeyError as e:
         if e.args != (split := script.dataset_train_split,):
             raise
-        what = f"{script.dataset_name} has no split {split}, by the names of its files"
-        raise Refused(f"{what}; --dataset_train_split names another") from None
+        raise Refused(
+            f"{script.dataset_name} has no split {split}, by the names of its files; "
+            "--dataset_train_split names another"
+        ) from None
     except (OSError, DatasetsError) as e:  # no such model, no such data
         is_of_data = isinstance(e, DatasetsError) and e.__cause__  # which says more
         reason = " ".join(str(e.__cause__).split()) if is_of_data else str(e).splitlines()[0]
