@@ -61,6 +61,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", ["prepare_data", "train", "eval_perplexity", "eval_passkey", "sample"]
 )
@@ -118,6 +119,7 @@ def test_what_a_user_can_mend_is_one_sentence(error, code):
     assert str(info.value.code).startswith(code)
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_file(tmp_path):
     """That which stdout goes to, also where a user may have no more, and a log of ours."""
     code = "import common, errno, sys\n@common.one_sentence_errors\ndef main(): {}\nmain()"

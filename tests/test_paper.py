@@ -233,6 +233,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_what_is_told_to_stop_lets_all_save(tmp_path, told):
     """As runs/demo.sh calls it, in a folder with a blank. What is behind the line is not begun."""
