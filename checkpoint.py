@@ -227,10 +227,11 @@ def inherit(new, old):
     """
     Give the embedding `new` what `old`, with which the weights were trained, has learned or drawn.
 
-    For FoPE these are the coefficients of every frequency that both have. A longer training length
-    lowers the floor, and more frequencies pass it. Each of these gets a row of noise in the old
-    series and, where K grows, a series of its own: noise, and weight 1 at d = k. Refused where the
-    coefficients of both cannot stand beside each other.
+    For FoPE these are the coefficients of every frequency and series that both have. A longer
+    training length lowers the floor, and more frequencies pass it. What they add keeps the draws of
+    `new`. The authors' repository does the same, for more training as they run it
+    (olmo/checkpoint.py, len_extra_fourier_expand). Refused where the coefficients of both cannot
+    stand beside each other.
     """
     if type(new) is type(old) and not isinstance(new, FoPE):
         new.load_state_dict(old.state_dict())
@@ -246,10 +247,6 @@ def inherit(new, old):
     # the rows are frequencies, of which both have the fastest; the columns are series
     n_both, both_K = min(D, old_D), min(K, old_K)
     new.freqs[:n_both] = old.freqs[:n_both]
-    added = range(both_K, K)
-    for name in ("cos_coef", "sin_coef"):
-        coef, old_coef = getattr(new, name), getattr(old, name)
-        coef -= new.identity(D, K)
-        coef[:, added, added] += 1.0
-        coef[:, :n_both, :both_K] = old_coef[:, :n_both, :both_K]
+    new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]
+    new.sin_coef[:, :n_both, :both_K] = old.sin_coef[:, :n_both, :both_K]
     new.forget_tables()

@@ -170,13 +170,18 @@ CF = fope("cf", "floor alone", sigma=0)
 FS = fope("fs", "series alone, FoPE's sigma", floor=False)  # less noise in the tables than FoPE
 FS_MATCHED = fope("fs_matched", "series alone", floor=False, sigma=fs_sigma)  # as much noise
 
-YARN16 = dict(kind="yarn", factor=16)
+YARN16, CAPPED = dict(kind="yarn", factor=16), dict(cap=True)
 STARTS = plain("rope", "fope", shown=False)
+# The authors give all frequencies above the longer text's floor, 18, to the 16 series they had. So
+# from RoPE frequencies change their pairs, and from FoPE one series gets a second frequency. Our
+# way gives each frequency a series on the pair that RoPE has it on.
 CONTINUED = (
     goes_on("rope", "rope", "RoPE to RoPE"),
     goes_on("rope", "yarn16", "RoPE to RoPE + YaRN x16", rope_scaling=YARN16),
     goes_on("rope", "fope", "RoPE to FoPE", pos="fope"),
-    goes_on("fope", "fope", "FoPE to FoPE"),
+    goes_on("rope", "fope_authors", "RoPE to FoPE, authors' way", pos="fope", pos_args=CAPPED),
+    goes_on("fope", "fope", "FoPE to FoPE", pos_args=dict(cap=False)),
+    goes_on("fope", "fope_authors", "FoPE to FoPE, authors' way"),
     goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
@@ -338,7 +343,12 @@ FIGURES = {
     "figure6a": Figure("the two halves of FoPE", (*PAIR, CF, FS, FS_MATCHED), **BOOKS),
     "figure6b": Figure("sigma, the size of FoPE's noise", (*plain("fope"), CF, *SIGMAS), **BOOKS),
     "figure6c": Figure("D, the number of FoPE's frequencies", (*plain("fope"), *DS), BOTH),
-    "table2": Figure("QK-norm and aligned frequencies", TABLE2, to="RoPE"),
+    "table2": Figure(
+        "QK-norm and aligned frequencies",
+        TABLE2,
+        to="RoPE",
+        beside=("figure1", "figure1_all", "parts"),
+    ),
     "equations": Figure("the paper's equations, its code", (*plain("fope"), CF, *EQUATIONS)),
 }
 
