@@ -1,7 +1,9 @@
 """
-A run on disk, and what fits what: a folder with checkpoint.pt, which holds the weights, the
-optimizer, the step, the log and the recipe. For people config.json and log.jsonl repeat what it
-says. A copy of the tokenizer lies beside them.
+A run on disk, and the checks that a run, its data and its weights fit each other.
+
+A run is a folder with checkpoint.pt, which holds the weights, the optimizer, the step, the log and
+the recipe. config.json and log.jsonl are copies of the last two, for people to read. A copy of the
+tokenizer lies beside them.
 """
 
 import json
@@ -25,8 +27,8 @@ from recipe import MAY_CHANGE, Recipe, check_pos
 
 def save_checkpoint(folder, model, about=None, **state):
     """
-    Write the model, whose config is a GPTConfig or a Recipe. about: what else is known of the run,
-    as json: its data, commit and machine. state: whatever else is to be loaded again.
+    Write the model, whose config is a GPTConfig or a Recipe. about: a dict of what else is known of
+    the run, its data, commit and machine. state: whatever else is to be loaded again.
     """
     folder = make_folder(folder)
     config = {"recipe": asdict(model.config), **(about or {})}
@@ -38,8 +40,9 @@ def save_checkpoint(folder, model, about=None, **state):
 def load_checkpoint(folder, device="cpu"):
     """
     What save_checkpoint wrote: (model, about, state). model.config is the Recipe. The state's
-    tensors stay on disk until they are used. Nothing in the file is executed; an embedding of one's
-    own is imported. Refused where there is none, it is damaged, or this code cannot hold it.
+    tensors stay on disk until they are used. No code in the file is executed. If the recipe names
+    an embedding in a file of your own, that file is imported. Raises Refused if there is no
+    checkpoint, if it is damaged, or if the model of this code does not fit it.
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
@@ -100,8 +103,8 @@ def open_run(folder):
 
 class Run:
     """
-    The folder of a run. about: what the run has read and where it began, as json. log: its lines.
-    signum: the number of a signal that asks to stop, or 0.
+    The folder of a run. about: a dict of the data that the run reads, and of the commit and machine
+    that it began with. log: its lines. signum: the number of a signal that asks to stop, or 0.
     """
 
     def __init__(self, folder):
@@ -143,46 +146,52 @@ def next_command(run, recipe, step):
     return shlex.join(["python", script, *flags, str(run.folder)])
 
 
-# --- what fits what
+# --- what a run can go on with
 
 
 def holds_a_run(folder, given, resume):
     """
-    Whether a folder holds a run, which is to be resumed. Refused where it holds one that is not,
-    where it holds something else, and where there is neither a run nor a flag to start one.
+    Whether a folder holds a run. given: the flags of train.py that were typed. Raises Refused if
+
+        there is a run, but it is not to be resumed;
+        there is something else in the folder;
+        there is no run to resume, and no flag was typed with which to start one.
     """
     if (folder / "checkpoint.pt").exists():
         if not resume:
             raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
         return True
-    for name in ("meta.json", "progress.json", "config.json"):  # of data, of another's model
+    for name in ("meta.json", "progress.json", "config.json"):  # by prepare_data.py, by others
         if (folder / name).exists():
             raise Refused(f"{folder} has a {name} and no run; choose another --out")
     if resume and not given:
-        raise Refused(f"there is no run in {folder}; with its flags --resume starts it")
+        raise Refused(f"there is no run in {folder}; to start one, type its flags, too")
     return False
 
 
 def resumed_recipe(folder, started, given):
-    """The recipe that a run was started with, `started`, with the flags that may change."""
+    """
+    `started`, the recipe that a run was started with, changed by the flags that were typed. Raises
+    Refused if one of them may not change.
+    """
     if "rope_scaling" in given:
         given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
     recipe = started.changed(**given)
     for name, old in asdict(started).items():
         new = getattr(recipe, name)
         if new != old and name not in MAY_CHANGE:
-            raise Refused(f"{folder} was started with --{name} {old}, not {new}")
+            raise Refused(f"{folder} was started with {name} = {old!r}, not {new!r}")
     return recipe
 
 
 def open_data(recipe, trained=None):
     """
     The recipe with the tokenizer and the vocabulary of its data, and these TokenData. trained: the
-    recipe of weights that exist; Refused where their tokens are not those of the data.
+    recipe of weights that exist. Raises Refused if they were trained with another tokenizer.
     """
     recipe = recipe.check().resolved()
     if recipe.rope_scaling and "factor" not in recipe.rope_scaling:
-        raise Refused("--rope_scaling needs a factor in training; in an evaluation it need not")
+        raise Refused("--rope_scaling needs a factor in training, for example factor=16")
     data = TokenData(recipe.data, "train")
     if trained and trained.tokenizer != data.tokenizer_id:
         which = f"the weights are of {trained.tokenizer}, the data of {data.tokenizer_id}"
@@ -202,7 +211,7 @@ def check_same_data(run, recipe, data):
     if run.about | data_fingerprint(data, recipe) != run.about:
         raise Refused(f"{recipe.data} has other data than {run.folder} was started with")
     if (started := run.about["commit"]) != (commit := common.git_commit()):
-        print(f"note: {run.folder} was started at commit {started}, this is {commit}")
+        print(f"note: {run.folder} was started at commit {started}, now it is {commit}")
 
 
 # --- another embedding for trained weights
@@ -211,8 +220,8 @@ def check_same_data(run, recipe, data):
 def with_pos(model, config):
     """
     The same weights in a model of another config, which has another position embedding or training
-    length. The new embedding inherits from the old one what it can; Refused where it cannot. Both
-    models are on the CPU.
+    length. The new embedding inherits from the old one what it can. Both models are on the CPU.
+    Raises Refused if the two embeddings cannot follow each other.
     """
     check_pos(config)
     new = GPT(config, draw=False)
@@ -228,22 +237,20 @@ def inherit(new, old):
     Give the embedding `new` what `old`, with which the weights were trained, has learned or drawn.
 
     For FoPE these are the coefficients of every frequency and series that both have. A longer
-    training length lowers the floor, and more frequencies pass it. What they add keeps the draws of
-    `new`. The authors' repository does the same, for more training as they run it
-    (olmo/checkpoint.py, len_extra_fourier_expand). Refused where the coefficients of both cannot
-    stand beside each other.
+    training length lowers the floor, and more frequencies pass it. Coefficients that `old` did not
+    have stay as `new` has drawn them. The authors' repository does the same, for more training as
+    they run it (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the coefficients
+    of the two were drawn in different ways.
     """
     if type(new) is type(old) and not isinstance(new, FoPE):
         new.load_state_dict(old.state_dict())
     if not isinstance(new, FoPE) or not isinstance(old, FoPE):
-        return  # nothing was drawn for it: its own draws stay
+        return  # nothing was drawn for `new`: its own draws stay
     (n_table, D, K), (old_n_table, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
-    drawn, old_drawn = (
-        f"{len(pos.cos_coef)} tables, sigma {pos.sigma}, {pos.variant}" for pos in (new, old)
-    )
-    fits = drawn == old_drawn or ((old_D, old_K) != (D, K) and n_table == old_n_table)
-    if not fits or type(new) is not type(old):
-        raise Refused(f"FoPE's coefficients were drawn with {old_drawn}, not with {drawn}")
+    drawn = f"{type(new).__name__} with {n_table} tables, sigma {new.sigma}, {new.variant}"
+    old_drawn = f"{type(old).__name__} with {old_n_table} tables, sigma {old.sigma}, {old.variant}"
+    if drawn != old_drawn:
+        raise Refused(f"the coefficients were drawn by {old_drawn}, not by {drawn}")
     # the rows are frequencies, of which both have the fastest; the columns are series
     n_both, both_K = min(D, old_D), min(K, old_K)
     new.freqs[:n_both] = old.freqs[:n_both]

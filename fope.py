@@ -287,42 +287,47 @@ class RoPE(PositionEmbedding):
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding. Of the frequencies only the D that pass the floor are kept. Of the
-    head_dim/2 pairs the first K turn: pair k follows a series over all D frequencies, as
-    fourier_tables says. The other pairs stand still.
+    Fourier Position Embedding. RoPE turns pair k at position t by cos(t w_k) and sin(t w_k). FoPE
+    changes three things:
 
-    The coefficients of the series, cos_coef and sin_coef (n_head, D, K), are 1 where pair k meets
-    its own frequency d and 0 elsewhere, plus noise everywhere. The noise is drawn once, from
-    torch's global generator. The coefficients are saved with a model but never trained.
+    1. Floor. It keeps the frequencies that complete a turn in train_len tokens. There are D.
+    2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
+       sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. The coefficient of the
+       pair's own frequency is 1, that of all others 0, and each has a small random number added,
+       the noise.
+    3. Constants. The other pairs stand still: at every position their cosine is 1, and their sine
+       is sin_pad.
+
+    Each head has coefficients of its own: cos_coef and sin_coef (n_head, D, K). The noise is drawn
+    once, from torch's global generator. The coefficients are saved with a model but never trained.
 
     sigma: the size of the noise. sigma=0 has no noise, so it is the floor alone.
     floor: True is the floor of the training length, and stays so when a longer text is read.
         floor=256 is the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
         series alone.
-    fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim: a
-        denser grid, of which more pass the floor.
+    fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim. They
+        lie closer together, so more of them pass the floor.
     variant: "released" is the authors' repository, with which the paper's numbers were made.
         "paper" is the equations.
 
                                  "released"                              "paper"
-        K (D without a floor)    min(D, head_dim/4)                      D
-        own frequency of pair k  d = k ceil(D/K), if that is below D     d = k
+        K                        min(D, head_dim/4); with floor=False D  D
+        own frequency of pair k  d = k ceil(D/K); none, if that is >= D  d = k
         noise                    xavier normal with gain sigma           normal
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-    cap: cap=False means that K is D in the released variant, too. A model that was trained with
-        RoPE needs cap=False, so that each frequency stays on the pair that has learned it. With the
-        limit of head_dim/4, where D is larger, every second frequency has no pair of its own.
-    sin_pad: the sine of the pairs that stand still; their cosine is 1. By default the variant's.
-        With sin_pad=1 such a pair is turned by 45 degrees and stretched by sqrt(2), in q and in k,
-        so its share of q.k is doubled, also with sigma=0. A model must be read with the sin_pad it
-        was trained with.
+    cap: whether head_dim/4 limits K in the released variant. If it does and D is larger, every
+        second frequency is no pair's own. A model that was trained with RoPE needs cap=False, so
+        that each frequency stays on the pair that has learned it.
+    sin_pad: the sine of the pairs that stand still; by default the variant's. With sin_pad=1 such a
+        pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
+        doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
 
     The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
-    a standard deviation. And Eq. 11-13 put one series on the logit of query i and key j, as a
-    function of i - j. Code turns q and k separately, which gives a product of two series, and with
-    noise the logit depends on i and j themselves.
+    a standard deviation. And in Eq. 11-13 the score of query i and key j has one series, which
+    depends on i - j alone. Code turns q and k separately, so the score has a product of two series.
+    With noise this product depends on i and on j, not only on i - j.
     """
 
     def __init__(

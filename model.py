@@ -35,7 +35,7 @@ def option(default, meaning=""):
 class GPTConfig:
     pos: str = option("fope", "position embedding, or a class in a file of your own, as mine.Class")
     pos_args: dict = option({}, "keywords of the embedding, such as variant=paper sigma=0.4")
-    rope_scaling: dict | None = option(None, "lower frequencies, such as kind=yarn factor=16")
+    rope_scaling: dict | None = option(None, "slow RoPE down, for example by kind=yarn factor=16")
     train_len: int = option(512, "tokens in a training sequence")
     vocab_size: int = option(50257)
     n_layer: int = option(8, "number of blocks")
@@ -43,7 +43,9 @@ class GPTConfig:
     head_dim: int = option(64, "width of a head; n_head * head_dim need not be n_embd")
     n_embd: int = option(512, "width of the model")
     theta: float = option(10000.0, "base of RoPE's frequencies theta^(-2m/head_dim)")
-    init_std: float = option(0.02, "standard deviation of new weight matrices, cut off at 3 of it")
+    init_std: float = option(
+        0.02, "standard deviation of new weight matrices, normal up to 3 of them"
+    )
     qk_norm: bool = option(False, "normalise queries and keys before the rotation")
     seed: int = option(0, "seed of the weights, FoPE's random numbers and the order of the data")
 

@@ -31,20 +31,22 @@ from tasks import TASKS
 class Recipe(GPTConfig):
     """A GPTConfig, and all else that defines a run. The defaults are those of the paper's 60M."""
 
-    preset: str = option("60M", "named recipe, which all other flags change")
+    preset: str = option("60M", "recipe to start from; all other flags override it")
     # what it reads
     data: str = option("data/c4", "folder that prepare_data.py wrote")
     tokenizer: str = option("gpt2", "tokenizer of the data")
-    task: str = option("", "task that is mixed into the text")
-    task_share: float = option(0.0, "share of the training sequences that are the task's")
+    task: str = option("", "task whose sequences are mixed into the text")
+    task_share: float = option(0.0, "share of the training sequences that are taken from --task")
     init_from: str = option("", "weights to start from: the folder of a run of the same shape")
     # how it is trained, by AdamW
     tokens: int = option(10_000_000_000, "training tokens, rounded up to whole steps")
     batch_size: int = option(1024, "sequences in an optimizer step")
-    grad_accum: int = option(16, "micro-batches in a step, which the processes share")
+    grad_accum: int = option(
+        16, "parts into which a batch is split; GPUs divide the parts among them"
+    )
     lr: float = option(6e-4, "peak learning rate")
     warmup_steps: int | None = option(
-        None, "steps of warm-up; by default 5 % of all, with 10B tokens the paper's 10,000"
+        None, "steps of warm-up; by default 5 % of all steps, and 10,000 for the paper's 10B tokens"
     )
     weight_decay: float = option(0.1, "weight decay of every parameter")
     compile: bool = option(False, "use torch.compile: minutes at the start, then faster steps")
@@ -55,8 +57,10 @@ class Recipe(GPTConfig):
     )
     log_every: int = option(10, "steps between lines of log.jsonl")
     save_every: int = option(1000, "steps between checkpoints")
-    # what the trained model is asked
-    lengths: str = option("1x,2x,4x,8x,16x", "lengths to evaluate: of train_len, or as 128,256")
+    # how the trained model is evaluated
+    lengths: str = option(
+        "1x,2x,4x,8x,16x", "lengths to evaluate: multiples of train_len (2x) or tokens (128)"
+    )
     read_tokens: int = option(2**22 + 1, "validation tokens to evaluate at each length")
     trials: int = option(1000, "passkey prompts at each length")
 
@@ -122,7 +126,7 @@ class Recipe(GPTConfig):
             if is_number and not (0 < value < 2**63 or (value == 0 and name in MAY_BE_ZERO)):
                 raise Refused(f"--{name} cannot be {value}")
         if not self.task_share <= 1 or bool(self.task) != bool(self.task_share):
-            raise Refused("--task and --task_share go together, the share at most 1")
+            raise Refused("give both --task and --task_share, or neither; the share is at most 1")
         if (self.warmup_steps or 0) >= max(self.n_steps, 2):
             raise Refused(f"--warmup_steps must be fewer than the {self.n_steps:,} steps")
         parse_lengths(self.lengths, self.train_len)
@@ -130,14 +134,14 @@ class Recipe(GPTConfig):
         return self
 
     def as_flags(self):
-        """The words that give it to train.py."""
+        """The flags of train.py that make this recipe."""
         items = [(name, value) for name, value in vars(self).items() if name not in OF_THE_DATA]
         return [word for item in items for word in flag_words(*item)]
 
 
 OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags: the data say them
 FIXED = (*OF_THE_DATA, "n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std", "qk_norm")
-# A resumed run may change these: they move it, or change rounding, or nothing of its weights.
+# A resumed run may change these: they do not change its weights, but for rounding.
 MAY_CHANGE = ("data", "grad_accum", "compile", "eval_tokens", "eval_every", "log_every")
 MAY_CHANGE += ("save_every", "lengths", "read_tokens", "trials")
 MAY_BE_ZERO = ("seed", "task_share", "lr", "warmup_steps", "weight_decay")
@@ -175,17 +179,17 @@ TINY_PASSKEY = replace(
 RECIPES = {
     "tiny": TINY,
     "tiny_passkey": TINY_PASSKEY,
-    # the same path with next to no training
+    # for tests: next to no training
     "quick": replace(TINY, tokens=30_000, read_tokens=16_400),
     "quick_passkey": replace(TINY_PASSKEY, tokens=30_000, trials=8),
-    # The paper's (Table 3), whose sizes are those of blocks and output head: the input table comes
-    # on top. sigma is FoPE's.
+    # The paper's (Table 3). The names count the parameters of blocks and output head, not of the
+    # input embedding. sigma is for FoPE.
     "20M": Recipe(n_head=4, n_embd=256, grad_accum=8),
     "60M": Recipe(),
     "180M": Recipe(head_dim=128, n_embd=1024, pos_args={"sigma": 0.4}),
     "1.2B": Recipe(n_layer=16, n_head=16, head_dim=128, n_embd=2048, pos_args={"sigma": 0.6}),
-    # The paper's smallest model and length, as far as two hours on two cores go: a step takes
-    # seconds, and less in two micro-batches.
+    # The paper's smallest model, trained for two hours on two cores. There two parts of a batch are
+    # faster than one.
     "20M_cpu": Recipe(
         n_head=4,
         n_embd=256,
@@ -210,7 +214,7 @@ GIVEN = ("self", "head_dim", "n_head", "train_len", "theta", "scale", "qk_factor
 
 
 def is_a(value, kind):
-    """Whether a value has a type. True is no number, 2 is a float."""
+    """Whether a value is of a type. A bool is no int, and an int may stand for a float."""
     kinds = get_args(kind) or (kind,)
     return object in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
@@ -270,7 +274,7 @@ def check_pos(config):
 
 
 def add_flags(parser, recipe):
-    """A flag for each field; --help shows the recipe's values. What is not given stays away."""
+    """A flag for each field; --help shows the recipe's values. Only what is typed is parsed."""
     group = parser.add_argument_group(f"the recipe, with the values of --preset {recipe.preset}")
     names = {"preset": RECIPES, "pos": POSITION_EMBEDDINGS, "task": TASKS}
     resolved = recipe.resolved()

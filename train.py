@@ -6,13 +6,15 @@ Train a GPT with the position embedding of your choice: on a CPU, a GPU, or with
     This is the paper's recipe. On four GPUs type torchrun --nproc_per_node=4 in place of python:
         python train.py --data data/c4 --preset 60M --pos fope --compile --out runs_out/fope_60M
     This starts from the weights of another run, with another embedding or training length:
-        python train.py --init_from runs_out/rope_60M --pos fope --out runs_out/x
+        python train.py --init_from runs_out/rope_60M --pos fope --tokens 500000000 --out runs_out/x
+    This trains on passkeys instead of text:
+        python train.py --preset tiny_passkey --task passkey_anywhere --out runs_out/keys
 
 The folder --out gets log.jsonl, config.json, and checkpoint.pt with weights, optimizer and step.
 Ctrl-C, SIGTERM and Slurm's SIGUSR1 save the run and end it: on a CPU after this step, on a GPU when
 the next line is logged. `train.py --resume --out FOLDER` continues. On a CPU the weights are then
 equal, bit for bit, to those of a run that was never stopped. A kill or a crash loses the steps
-since the last checkpoint. With --task passkey --task_share 1 a model is trained on passkeys.
+since the last checkpoint; --save_every says how often there is one.
 """
 
 import math

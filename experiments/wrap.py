@@ -6,27 +6,31 @@ Why does a longer text break RoPE? Change what far keys show, without training, 
     python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
         --name others --conditions none near "both, wrapped"
 
-A far key is train_len tokens back or more. Training had none. A pair that completes turns in
-training has shown the angle of such a key before. A slow pair, which is under FoPE's floor, shows a
-new angle. Is that what hurts? A trained model reads a text once as it is. Then it reads the text
-again, but in the slow pairs, in the fast pairs or in both a far key is turned as if it stood
-elsewhere:
+A far key is the key of a token that is train_len tokens back or more. Training had none. In a fast
+pair, which completes turns in training, a far key comes at an angle that training had, too. In a
+slow pair, whose frequency is under FoPE's floor, it comes at a new angle. Is that what hurts? A
+trained model reads a text once as it is. Then it reads the text again, but in the slow pairs, in
+the fast pairs or in both a far key is turned as if it stood at another distance:
 
-    held at D    every far key shows the angle of the distance D
-    wrapped      with H = train_len/2, a key at distance d shows the distance H + (d - H) mod H
-    recent       a key at distance d shows the distance d mod H, as if it were one of the last keys
+    held at D    at the distance D, the same for all far keys
+    wrapped      at a distance from H to 2 H - 1, where H = train_len/2: at H + (d mod H) instead of
+                 its own distance d. Training had all these distances.
+    recent       at a distance from 0 to H - 1: at d mod H
 
 "none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
 damage of the far keys. Two results matter: how much of the damage is left, and how much attention
-the far keys still get.
+the far keys get, since that is how they do damage.
 
-Three predictions were made before the runs. The report says how they came out. If new angles of
-slow pairs are the cause, then
+Three predictions were made before the runs. If new angles of slow pairs are the cause, then
 
-    changing the slow pairs removes more of the damage than changing the fast pairs;
-    a model without slow pairs (RoPE with theta 94, FoPE) has less damage to remove than RoPE;
-    slow pairs held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half of
-    what they remove at 0.5 and 0.75 times, and fast pairs remove about the same at each place.
+    1. changing the slow pairs removes more of the damage than changing the fast pairs;
+    2. RoPE with theta 94 and FoPE, which have no pair that turns slowly, have less damage;
+    3. if slow pairs are held at 1.5, 2 or 3 times train_len, where angles are new, less than half
+       as much of the damage goes as at 0.5 and 0.75 times. For fast pairs the place matters little.
+
+They held, except that fast pairs held at train_len - 1 remove more than slow pairs held there, and
+that at 3 times train_len fast pairs remove less than elsewhere. The report has all numbers. From
+half of train_len on the distance that is held is one less, 255 for 0.5 times 512.
 """
 
 import math

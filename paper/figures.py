@@ -270,9 +270,10 @@ PARTIAL = (
 )
 
 # The learning rate of the keys' recipe was chosen with FoPE. Does another one teach RoPE or theta
-# 94 to copy? Each embedding gets the rate of this grid with which most whole keys at 512 are found,
-# the mean of seeds 1 and 2; of two within 2 points of each other the one with the lower NLL of the
-# answer. 2e-3 is tried for an embedding whose best is 1e-3. The floor alone takes FoPE's rate.
+# 94 to copy? Each embedding gets the rate of this grid with which most whole passkeys at 512 are
+# found, the mean of seeds 1 and 2; of two within 2 points of each other the one with the lower NLL
+# of the answer. 2e-3 is tried for an embedding whose best is 1e-3. The floor alone takes the rate
+# of FoPE.
 RATES = tuple(
     replace(
         m,
@@ -356,7 +357,7 @@ FIGURES = {
 # past the training length (of the six, the text models of floor and FoPE had been): the seeds, and
 # for each figure, kind of result, number, label, what it is compared with, multiple of the training
 # length. Seeds that had been seen are left out: 0 of the first ten, 0 to 2 of the six. "accuracy"
-# is that of whole keys, "token_accuracy" of digits.
+# is that of whole passkeys, "token_accuracy" of digits.
 TEXT, KEYS = ("perplexity", "loss"), ("passkey", "accuracy")
 DIGITS, ANYWHERE = ("passkey", "token_accuracy"), ("passkey_anywhere", "token_accuracy")
 PRIMARY = {
@@ -387,11 +388,12 @@ PRIMARY = {
         ),
     ),
     # Named before a model of "untrained" or "rates" was trained. Two are level if the 95 % interval
-    # of their difference lies within 0.1 nats, or within 15 points of whole keys; else one is
-    # ahead, or it is unclear. Holm's correction is for three tests, since two more of whole keys at
-    # 2048, each embedding at its own rate, follow when "rates" has chosen: RoPE with YaRN told the
-    # length minus FoPE, and FoPE minus theta 94. If the interval of the last lies below 20 points,
-    # "keys need pairs that stand still" is overturned; if above, it stands; else it is undecided.
+    # of their difference lies within 0.1 nats, or within 15 points of whole passkeys; else one is
+    # ahead, or it is unclear. Holm's correction is for three tests: two more, of whole passkeys at
+    # 2048, each embedding at its own rate, follow when "rates" has chosen. They are RoPE with YaRN
+    # told the length minus FoPE, and FoPE minus theta 94. If the interval of the last lies below 20
+    # points, "keys need pairs that stand still" is overturned; if above, it stands; else it is
+    # undecided.
     "primary_untrained": (
         range(3, 11),
         (("untrained", *TEXT, f"RoPE, {TOLD}", "FoPE", 16),),

@@ -151,7 +151,7 @@ def place_table(results, multiples=(4, 16)):
 
 def primary_table(rows):
     """What compare() returns."""
-    measures = {"loss": ("loss", 1, 3), "accuracy": ("whole keys, %", 100, 0)}
+    measures = {"loss": ("loss", 1, 3), "accuracy": ("whole passkeys, %", 100, 0)}
     measures["token_accuracy"] = ("digits, %", 100, 0)
     lines = []
     for r in rows:
@@ -191,7 +191,7 @@ CITED = {  # of each kind its numbers: title, name in the json, factor, digits
         ("perplexity", "perplexity", 1, 1),
     ],
     "passkey_anywhere": [
-        ("% of whole keys", "accuracy", 100, 0),
+        ("% of whole passkeys", "accuracy", 100, 0),
         ("NLL of a digit", "answer_nll", 1, 2),
         ("% of digits", "token_accuracy", 100, 0),
     ],
@@ -234,42 +234,53 @@ def cells_to_cite(folder, titles, lengths, with_interval=True):
     return found
 
 
-def summary_table(folder, titles=("nats per byte", "% of whole keys"), lengths=(512, 2048, 8192)):
-    """A row for each embedding: these numbers at these lengths, and how many models there are."""
-    rows = []
-    for label, cells in cells_to_cite(folder, titles, lengths).items():
-        n_models = ", ".join(cells.get(title, "0") for title in titles)
-        rows.append([label, *(cells.get((t, n), "") for t in titles for n in lengths), n_models])
-    return grid(["embedding", *(f"{t}, {n}" for t in titles for n in lengths), "models"], rows)
-
-
-def keys_table(folder, lengths=(512, 2048, 8192)):
-    """The same of keys: whole ones, the NLL, digits."""
-    titles = [title for title, *_ in CITED["passkey_anywhere"]]
+def cited_table(folder, titles, counted):
+    """
+    A row for each embedding: these numbers at three lengths. counted: {title: the name of a column
+    that says how many models have this number}.
+    """
+    columns = [(title, length) for title in titles for length in (512, 2048, 8192)]
     rows = [
-        [label, *(cells[title, n] for title in titles for n in lengths), cells[titles[0]]]
-        for label, cells in cells_to_cite(folder, titles, lengths).items()
+        [
+            label,
+            *(cells.get(column, "") for column in columns),
+            *(cells.get(t, "0") for t in counted),
+        ]
+        for label, cells in cells_to_cite(folder, titles, (512, 2048, 8192)).items()
     ]
-    return grid(["embedding", *(f"{t}, {n}" for t in titles for n in lengths), "models"], rows)
+    names = [f"{title}, {length}" for title, length in columns]
+    return grid(["embedding", *names, *counted.values()], rows)
+
+
+def summary_table(folder):
+    """Text and passkeys of all models that were trained on as many tokens."""
+    counted = {"nats per byte": "models for text", "% of whole passkeys": "for passkeys"}
+    return cited_table(folder, tuple(counted), counted)
+
+
+def keys_table(folder):
+    """Passkeys: whole ones, the NLL, digits."""
+    titles = tuple(title for title, *_ in CITED["passkey_anywhere"])
+    return cited_table(folder, titles, {titles[0]: "models"})
 
 
 def headline_table(folder):
-    """README's: how well text is read at 512 and 8192, how many whole keys are found."""
+    """README's: how well text is read at 512 and 8192, how many whole passkeys are found."""
     columns = [("perplexity", 512), ("perplexity", 8192)]
-    columns += [("% of whole keys", 512), ("% of whole keys", 2048)]
-    titles = ("perplexity", "% of whole keys")
+    columns += [("% of whole passkeys", 512), ("% of whole passkeys", 2048)]
+    titles = ("perplexity", "% of whole passkeys")
     found = cells_to_cite(folder, titles, (512, 2048, 8192), with_interval=False)
     rows = []
     for label, name in HEADLINE.items():
         if cells := found.get(label):
-            n_models = ", ".join(cells.get(title, "-") for title in titles)
-            rows.append([name, *(cells.get(column, "-") for column in columns), n_models])
+            rows.append([name, *(cells.get(column, "-") for column in (*columns, *titles))])
     names = [
         "perplexity at 512",
         "at 8192",
         "whole passkeys found at 512, %",
         "at 2048, %",
-        "models",
+        "models for text",
+        "for passkeys",
     ]
     return grid(["", *names], rows)
 
@@ -320,7 +331,7 @@ def untrained_table(folder, lengths=(512, 1024, 2048, 4096, 8192)):
 
 
 def sizes_table(folder, lengths=(512, 2048, 8192)):
-    """The 60M models: nats per byte of books and of C4, and whole keys."""
+    """The 60M models: nats per byte of books and of C4, and whole passkeys."""
     results, rows = load_results([Path(folder) / "gpu_60M.json"]), {}
     for kind in ("perplexity on books", "perplexity on c4"):
         for label, models in results[kind].items():

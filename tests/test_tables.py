@@ -168,7 +168,7 @@ def test_the_table_to_cite_is_the_mean_of_the_results():
     low, high = stats.ttest_1samp(bits, 0).confidence_interval()
     mean, half = f"{np.mean(bits):.2f}", f"{(high - low) / 2:.2f}"
     assert ["ALiBi", "bits per byte", "8192", "10", mean, half] in rows
-    in_bits = tables.summary_table(ROOT / "results", titles=("bits per byte",))
+    in_bits = tables.cited_table(ROOT / "results", ["bits per byte"], {"bits per byte": "models"})
     assert f"| ALiBi | 1.93 ± 0.01 | 1.92 ± 0.01 | {mean} ± {half} | 10 |" in in_bits
 
 
