@@ -15,7 +15,6 @@ the fast pairs or in both a far key is turned as if it stood at another distance
     held at D    at the distance D, the same for all far keys
     wrapped      at a distance from H to 2 H - 1, where H = train_len/2: at H + (d mod H) instead of
                  its own distance d. Training had all these distances.
-    recent       at a distance from 0 to H - 1: at d mod H
 
 "none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
 damage of the far keys. Two results matter: how much of the damage is left, and how much attention
@@ -52,7 +51,6 @@ PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
 USUAL = list(CONDITIONS)
-CONDITIONS["slow, recent"] = ("recent", PAIRS["slow"])
 HELD = {"held 0x": 0, "held 0.06x": 1 / 16, "held 0.12x": 1 / 8, "held 0.25x": 1 / 4}  # train_len
 HELD |= {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}
 HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 2.5x": 2.5, "held 3x": 3}
@@ -98,10 +96,9 @@ class PutBack(PositionEmbedding):
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
             elif pairs in self.put_back:
-                least = half if self.how == "wrapped" else 0  # of the distances that are shown
-                for far in range(N, T, half):  # keys that are so far back come far - least nearer
+                for far in range(N, T, half):  # keys that are so far back come far - half nearer
                     i, j = slice(far, T), slice(0, T - far)
-                    nearer = turned_q[..., i, :] @ self.turned(k[..., j, :], t[i] - least, dims).mT
+                    nearer = turned_q[..., i, :] @ self.turned(k[..., j, :], t[i] - half, dims).mT
                     at = distance[i, j] >= far
                     part[..., i, j] = torch.where(at, nearer, part[..., i, j])
             scores = scores + part
@@ -138,7 +135,7 @@ def measure(run, length, n_windows, conditions, device):
         loss[condition] = float(at.mean())
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
-        if condition in (*USUAL, "slow, recent"):
+        if condition in USUAL:
             found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
             rows = attention_rows(model, windows, length)
             found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]

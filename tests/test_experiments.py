@@ -178,7 +178,7 @@ def test_attention_rows_of_a_model_that_only_knows_distance():
     assert 0.5 < rows[1][0] < 0.9999
 
 
-@pytest.mark.parametrize("how", ["wrapped", "held", "held 2x", "recent"])
+@pytest.mark.parametrize("how", ["wrapped", "held", "held 2x"])
 @pytest.mark.parametrize("put_back", [(), ("slow",), ("fast",), ("slow", "fast")])
 def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     """Each pair alone, as a complex number: q times conjugate k, turned by w times the distance."""
@@ -187,7 +187,7 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     q, k = torch.randn(2, 1, 1, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
     scores = wrap.PutBack(pos, how, put_back).scores(q, k)[0, 0].double()
     distance = torch.arange(T)[:, None] - torch.arange(T)
-    seen = {"wrapped": N // 2 + distance % (N // 2), "recent": distance % (N // 2)}
+    seen = {"wrapped": N // 2 + distance % (N // 2)}
     seen |= {"held": torch.tensor(N - 1), "held 2x": torch.tensor(2 * N - 1)}
     seen = torch.where(distance >= N, seen[how], distance)
     expected = torch.zeros(T, T, dtype=torch.float64)
