@@ -205,6 +205,16 @@ RECIPES = {
         trials=50,
     ),
 }
+# passkeys alone, by a 20M model with a vocabulary that it can learn in minutes on a GPU
+RECIPES["20M_passkey"] = replace(
+    TINY_PASSKEY,
+    n_layer=8,
+    n_embd=256,
+    init_std=0.035,
+    tokens=4000 * 16 * 512,
+    batch_size=16,
+    trials=200,
+)
 RECIPES = {name: replace(recipe, preset=name) for name, recipe in RECIPES.items()}
 
 # --- checks

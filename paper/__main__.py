@@ -6,13 +6,14 @@ The paper's figures and tables, which paper/figures.py lists: train, evaluate, d
     python -m paper figure1 --seeds 1-10                       ten others, with intervals
     python -m paper figure6a --size 20M --tokens 1000000000 --device cuda
     python -m paper enough --pos mine.Class --seeds 1-5        another embedding beside those known
+    python -m paper rates --size 20M_passkey --device cuda --at_once 5      passkeys, on one GPU
     python -m paper --primary --results results                what carries the report's claims
 
 Models, logs and results go to runs_out/SIZE, which all figures share. What is finished is skipped,
 what was cut off is resumed; Ctrl-C saves all that runs. Models of the sizes tiny and 20M_cpu run
-side by side on the CPU, one a core, whatever --device says. At tiny size text and passkeys have a
-model each (the presets tiny and tiny_passkey of train.py); from 20M on both are asked of one model,
-as in the paper.
+side by side on the CPU, one a core, whatever --device says; on a GPU --at_once says how many do. At
+tiny size text and passkeys have a model each (the presets tiny and tiny_passkey of train.py); from
+20M on both are asked of one model, as in the paper.
 """
 
 import argparse
@@ -230,6 +231,7 @@ def main(argv=None):
     add("--results", type=Path, help="folder of the figure and its json; by default --out")
     add("--gather", action="store_true", help="train nothing, draw what is there")
     common.add_device_flag(parser)
+    add("--at_once", type=positive_int, help="models side by side; by default one on a GPU")
     add("--primary", action="store_true", help="test what was named beforehand, with --results")
     args = parser.parse_args(argv)
     if args.primary:
@@ -250,7 +252,7 @@ def main(argv=None):
         raise Refused(f"at --size {args.size} one model is asked for both: give --seeds alone")
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
-    args.at_once = n_cores() if args.size in ON_CPU else 1
+    args.at_once = args.at_once or (n_cores() if args.size in ON_CPU else 1)
 
     # the data, then the models
     start = time.time()

@@ -84,6 +84,7 @@ SIZES = {
     "quick": Size("quick", "quick_passkey", 1),
     "20M_cpu": Size("20M_cpu", "20M_cpu", 4, {"c4": 700_000}),
     **{name: Size(name, name, 512) for name in ("20M", "60M", "180M", "1.2B")},
+    "20M_passkey": Size("20M", "20M_passkey", 512),
 }
 TINY = ("tiny", "quick")
 ON_CPU = (*TINY, "20M_cpu")  # one model a core; their data is made under runs_out
@@ -172,16 +173,17 @@ FS_MATCHED = fope("fs_matched", "series alone", floor=False, sigma=fs_sigma)  # 
 
 YARN16, CAPPED = dict(kind="yarn", factor=16), dict(cap=True)
 STARTS = plain("rope", "fope", shown=False)
-# The authors give all frequencies above the longer text's floor, 18, to the 16 series they had. So
-# from RoPE frequencies change their pairs, and from FoPE one series gets a second frequency. Our
-# way gives each frequency a series on the pair that RoPE has it on.
+# Above the floor of the longer text lie 18 frequencies. The authors have 16 series for them. So a
+# model that comes from RoPE finds its frequencies on other pairs, and one that comes from FoPE gets
+# a second frequency in one series. Our way gives each of the 18 a series on the pair that RoPE has
+# it on: "RoPE to FoPE", and "own pairs".
 CONTINUED = (
     goes_on("rope", "rope", "RoPE to RoPE"),
     goes_on("rope", "yarn16", "RoPE to RoPE + YaRN x16", rope_scaling=YARN16),
     goes_on("rope", "fope", "RoPE to FoPE", pos="fope"),
     goes_on("rope", "fope_authors", "RoPE to FoPE, authors' way", pos="fope", pos_args=CAPPED),
-    goes_on("fope", "fope", "FoPE to FoPE", pos_args=dict(cap=False)),
-    goes_on("fope", "fope_authors", "FoPE to FoPE, authors' way"),
+    goes_on("fope", "fope", "FoPE to FoPE"),
+    goes_on("fope", "fope_own", "FoPE to FoPE, own pairs", pos_args=dict(cap=False)),
     goes_on("fope", "yarn16", "FoPE to FoPE + YaRN x16", rope_scaling=YARN16),
 )
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]

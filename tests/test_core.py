@@ -264,6 +264,7 @@ SHAPES = {  # n_layer, n_head, head_dim, n_embd, init_std
     "180M": (8, 8, 128, 1024, 0.02),
     "1.2B": (16, 16, 128, 2048, 0.02),
     "20M_cpu": (8, 4, 64, 256, 0.035),
+    "20M_passkey": (8, 4, 64, 256, 0.035),
 }
 TRAINING = {  # tokens, batch_size, grad_accum, lr, read_tokens, trials
     "tiny": (1_024_000, 2, 1, 2e-3, 163_841, 50),
@@ -275,6 +276,7 @@ TRAINING = {  # tokens, batch_size, grad_accum, lr, read_tokens, trials
     "180M": (10**10, 1024, 16, 6e-4, 4_194_305, 1000),
     "1.2B": (10**10, 1024, 16, 6e-4, 4_194_305, 1000),
     "20M_cpu": (7_000_000, 8, 2, 1.5e-3, 262_145, 50),
+    "20M_passkey": (32_768_000, 16, 1, 3.5e-4, 163_841, 200),
 }
 
 
