@@ -2,8 +2,8 @@
 A run on disk, and the checks that a run, its data and its weights fit each other.
 
 A run is a folder with checkpoint.pt, which holds the weights, the optimizer, the step, the log and
-the recipe. config.json and log.jsonl are copies of the last two, for people to read. A copy of the
-tokenizer lies beside them.
+the recipe. For people to read, log.jsonl is a copy of the log, and config.json of the recipe and of
+the commit, machine and data. A copy of the tokenizer lies beside them.
 """
 
 import json
@@ -81,7 +81,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # USR1 i
 @contextmanager
 def open_run(folder):
     """
-    A Run, to whose folder no other process can write. A signal that asks to stop, among them the
+    A Run, to whose folder no other train.py can write. A signal that asks to stop, among them the
     SIGHUP of a lost connection, only sets run.signum.
     """
     make_folder(folder)
@@ -201,7 +201,7 @@ def open_data(recipe, trained=None):
 
 
 def data_fingerprint(data, recipe):
-    """What must stay the same for the batch of a step to stay the same."""
+    """Two numbers that fix which data each step reads."""
     n_windows = (len(data) - 1) // recipe.train_len
     return {"data_sha256": data.sha256(), "n_windows": n_windows}
 
@@ -221,7 +221,6 @@ def with_pos(model, config):
     """
     The same weights in a model of another config, which has another position embedding or training
     length. The new embedding inherits from the old one what it can. Both models are on the CPU.
-    Raises Refused if the two embeddings cannot follow each other.
     """
     check_pos(config)
     new = GPT(config, draw=False)
@@ -236,22 +235,23 @@ def inherit(new, old):
     """
     Give the embedding `new` what `old`, with which the weights were trained, has learned or drawn.
 
-    For FoPE these are the coefficients of every frequency and series that both have. A longer
-    training length lowers the floor, and more frequencies pass it. Coefficients that `old` did not
-    have stay as `new` has drawn them. The authors' repository does the same, for more training as
-    they run it (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the coefficients
-    of the two were drawn in different ways.
+    For FoPE these are its coefficients, a row for each frequency and a column for each pair that
+    turns. A longer training length lowers the floor, and more frequencies pass it. Rows and columns
+    that `old` does not have stay as `new` has drawn them. So with K below D a pair can get a second
+    frequency of its own. The authors' code does the same when it goes on with longer texts
+    (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the class, the number of
+    tables, sigma or the variant of the two differ.
     """
     if type(new) is type(old) and not isinstance(new, FoPE):
         new.load_state_dict(old.state_dict())
     if not isinstance(new, FoPE) or not isinstance(old, FoPE):
-        return  # nothing was drawn for `new`: its own draws stay
+        return  # `old` has drawn nothing, so `new` keeps what it has drawn
     (n_table, D, K), (old_n_table, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
     drawn = f"{type(new).__name__} with {n_table} tables, sigma {new.sigma}, {new.variant}"
     old_drawn = f"{type(old).__name__} with {old_n_table} tables, sigma {old.sigma}, {old.variant}"
     if drawn != old_drawn:
         raise Refused(f"the coefficients were drawn by {old_drawn}, not by {drawn}")
-    # the rows are frequencies, of which both have the fastest; the columns are series
+    # the fastest frequencies come first, and both have them
     n_both, both_K = min(D, old_D), min(K, old_K)
     new.freqs[:n_both] = old.freqs[:n_both]
     new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]

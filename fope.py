@@ -59,31 +59,32 @@ def apply_rotation(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
 
-# --- FoPE, as one can put it on a wall (section 4)
+# --- FoPE, in two functions (section 4)
 
 
 def above_floor(freqs, train_len):
     """
-    CF, "clip floor to zero": the frequencies that complete a cycle in train_len tokens. A pair with
-    a slower one has never shown its whole circle in training. It gets frequency zero: it stands
-    still.
+    CF, "clip floor to zero": the frequencies that complete a turn in train_len tokens. A pair with
+    a slower one has not shown all its angles in training. The paper sets such a frequency to zero,
+    so that its pair stands still; here it is left out.
     """
     return freqs[freqs >= 2 * math.pi / train_len]
 
 
 def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     """
-    FS, the Fourier series (Eq. 11-13): linear layers and activations mix frequencies, so each pair
-    that turns follows a sum over all of them.
+    FS, the Fourier series (Eq. 11-13): each pair that turns gets a sum over all kept frequencies.
+    The paper's reason is that linear layers and activations mix frequencies anyway.
 
         cos_table[h, t, k] = sum over d of  cos(t w_d) cos_coef[h, d, k]     and the same with sin
 
     cos, sin (.., T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head,
-    D, K): the identity plus small random numbers, never trained. Returns two (.., n_head, T,
-    n_pairs): first the K pairs that turn, then the pairs that stand still, with cosine 1 and sine
-    sin_pad. With the identity alone and sin_pad 0 it is RoPE whose slow pairs stand still.
+    D, K): 1 for a pair's own frequency, plus small random numbers, never trained. Returns two (..,
+    n_head, T, n_pairs): first the K pairs that turn, then the pairs that stand still, with cosine 1
+    and sine sin_pad. Without random numbers and with sin_pad 0 it is RoPE whose slow pairs stand
+    still. The dots stand for batch dimensions, if there are any.
     """
-    # in fp64: the same on every device, rounded by no setting
+    # in fp64, since some settings of a GPU round products in fp32
     cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
     sin = (sin.double() @ sin_coef.double()).float()
     n_constant = n_pairs - cos.size(-1)
@@ -93,7 +94,7 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
 
 
 EXAMPLE = """
-Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a cycle
+Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a turn
 needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
 
     >>> freqs = above_floor(rope_freqs(8), train_len=64)
@@ -110,7 +111,7 @@ Cosines of positions 0, 1, 2, 3 without a series: cos t, cos 0.1 t, and a consta
             [-0.4161,  0.9801,  1.0000,  1.0000],
             [-0.9900,  0.9553,  1.0000,  1.0000]])
 
-And with one: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
+With a series: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 t - 0.1 cos t.
 
     >>> coef = torch.tensor([[[1.0, -0.1], [0.1, 1.0]]])
     >>> fourier_tables(cos, sin, coef, coef, n_pairs=4, sin_pad=0.0)[0][0]
@@ -293,17 +294,17 @@ class FoPE(RoPE):
     1. Floor. It keeps the frequencies that complete a turn in train_len tokens. There are D.
     2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
        sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. The coefficient of the
-       pair's own frequency is 1, that of all others 0, and each has a small random number added,
-       the noise.
-    3. Constants. The other pairs stand still: at every position their cosine is 1, and their sine
-       is sin_pad.
+       pair's own frequency is 1, that of all others is 0. A small random number is added to each of
+       these coefficients, the noise.
+    3. Constants. All pairs after the first K stand still: at every position their cosine is 1, and
+       their sine is sin_pad.
 
     Each head has coefficients of its own: cos_coef and sin_coef (n_head, D, K). The noise is drawn
     once, from torch's global generator. The coefficients are saved with a model but never trained.
 
     sigma: the size of the noise. sigma=0 has no noise, so it is the floor alone.
-    floor: True is the floor of the training length, and stays so when a longer text is read.
-        floor=256 is the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
+    floor: True is the floor of the training length; a longer text does not change it. floor=256 is
+        the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
         series alone.
     fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim. They
         lie closer together, so more of them pass the floor.
@@ -317,17 +318,19 @@ class FoPE(RoPE):
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-    cap: whether head_dim/4 limits K in the released variant. If it does and D is larger, every
-        second frequency is no pair's own. A model that was trained with RoPE needs cap=False, so
-        that each frequency stays on the pair that has learned it.
+        With D = 18 and K = 16, pair 1 has frequency 2, pair 8 has frequency 16, and the pairs from
+        9 on have no frequency of their own: they follow noise.
+
+    cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
+        needs cap=False, so that each frequency stays on the pair that has learned it.
     sin_pad: the sine of the pairs that stand still; by default the variant's. With sin_pad=1 such a
         pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
         doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
 
     The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
     a standard deviation. And in Eq. 11-13 the score of query i and key j has one series, which
-    depends on i - j alone. Code turns q and k separately, so the score has a product of two series.
-    With noise this product depends on i and on j, not only on i - j.
+    depends on i - j alone. All code, ours too, turns q and k separately, so the score has a product
+    of two series. With noise this product depends on i and on j, not only on i - j.
     """
 
     def __init__(

@@ -35,7 +35,9 @@ def option(default, meaning=""):
 class GPTConfig:
     pos: str = option("fope", "position embedding, or a class in a file of your own, as mine.Class")
     pos_args: dict = option({}, "keywords of the embedding, such as variant=paper sigma=0.4")
-    rope_scaling: dict | None = option(None, "slow RoPE down, for example by kind=yarn factor=16")
+    rope_scaling: dict | None = option(
+        None, "make slow pairs slower, for example by kind=yarn factor=16"
+    )
     train_len: int = option(512, "tokens in a training sequence")
     vocab_size: int = option(50257)
     n_layer: int = option(8, "number of blocks")
@@ -44,7 +46,7 @@ class GPTConfig:
     n_embd: int = option(512, "width of the model")
     theta: float = option(10000.0, "base of RoPE's frequencies theta^(-2m/head_dim)")
     init_std: float = option(
-        0.02, "standard deviation of new weight matrices, normal up to 3 of them"
+        0.02, "standard deviation of new weight matrices, which are cut off at 3 of them"
     )
     qk_norm: bool = option(False, "normalise queries and keys before the rotation")
     seed: int = option(0, "seed of the weights, FoPE's random numbers and the order of the data")

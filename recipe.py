@@ -35,9 +35,13 @@ class Recipe(GPTConfig):
     # what it reads
     data: str = option("data/c4", "folder that prepare_data.py wrote")
     tokenizer: str = option("gpt2", "tokenizer of the data")
-    task: str = option("", "task whose sequences are mixed into the text")
+    task: str = option(
+        "", "task whose sequences are mixed into the text; --task_share says how many"
+    )
     task_share: float = option(0.0, "share of the training sequences that are taken from --task")
-    init_from: str = option("", "weights to start from: the folder of a run of the same shape")
+    init_from: str = option(
+        "", "weights to start from: the folder of a run, whose shape this one takes"
+    )
     # how it is trained, by AdamW
     tokens: int = option(10_000_000_000, "training tokens, rounded up to whole steps")
     batch_size: int = option(1024, "sequences in an optimizer step")
@@ -59,7 +63,7 @@ class Recipe(GPTConfig):
     save_every: int = option(1000, "steps between checkpoints")
     # how the trained model is evaluated
     lengths: str = option(
-        "1x,2x,4x,8x,16x", "lengths to evaluate: multiples of train_len (2x) or tokens (128)"
+        "1x,2x,4x,8x,16x", "lengths to evaluate, each a multiple of train_len (2x) or tokens (128)"
     )
     read_tokens: int = option(2**22 + 1, "validation tokens to evaluate at each length")
     trials: int = option(1000, "passkey prompts at each length")

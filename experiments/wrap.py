@@ -1,10 +1,14 @@
 r"""
 Why does a longer text break RoPE? Change what far keys show, without training, and the loss falls.
 
-    python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
-    python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held --conditions places
-    python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
-        --name others --conditions none near "both, wrapped"
+    RoPE with slow, fast or both pairs changed, wrapped or held at train_len (both are said below):
+        python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
+    the same, held at eleven distances:
+        python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held \
+            --conditions places
+    theta 94, FoPE and RoPE-A, with all their pairs wrapped:
+        python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
+            --name others --conditions none near "both, wrapped"
 
 A far key is the key of a token that is train_len tokens back or more. Training had none. In a fast
 pair, which completes turns in training, a far key comes at an angle that training had, too. In a
@@ -23,13 +27,14 @@ the far keys get, since that is how they do damage.
 Three predictions were made before the runs. If new angles of slow pairs are the cause, then
 
     1. changing the slow pairs removes more of the damage than changing the fast pairs;
-    2. RoPE with theta 94 and FoPE, which have no pair that turns slowly, have less damage;
-    3. if slow pairs are held at 1.5, 2 or 3 times train_len, where angles are new, less than half
-       as much of the damage goes as at 0.5 and 0.75 times. For fast pairs the place matters little.
+    2. RoPE with theta 94 and FoPE, in which no pair turns slowly, have less damage than RoPE;
+    3. slow pairs held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half
+       of the damage that they remove at 0.5 and 0.75 times. Fast pairs remove about the same there.
 
-They held, except that fast pairs held at train_len - 1 remove more than slow pairs held there, and
-that at 3 times train_len fast pairs remove less than elsewhere. The report has all numbers. From
-half of train_len on the distance that is held is one less, 255 for 0.5 times 512.
+The second held. The first failed at one distance: held at train_len - 1 the fast pairs remove more.
+The third held for the slow pairs. It failed for the fast ones, which remove less at 3 times
+train_len. The report has all numbers. "0.5 times" of 512 is 255 here, "1 time" 511: the last
+distance before it.
 """
 
 import math
