@@ -22,9 +22,6 @@ CURVES = [
     ("FoPE", "FoPE", 1.08),
     ("ALiBi", "ALiBi", 0.98),
 ]
-MORE_COLOURS = {"RoPE, theta 94": "#8A6D00", "RoPE, YaRN told the length": "#5B8DB8"}
-DARK = {"#1F77C4": "#6CB2F0", "#D1480C": "#FF8A5C", "#009E73": "#3CD0A4"}
-DARK |= {"#8A6D00": "#D9B83C", "#5B8DB8": "#9CC4E4"}
 
 
 def draw(by_label, dark):
@@ -36,8 +33,7 @@ def draw(by_label, dark):
         rows = [result["lengths"][LENGTH]["by_position"] for result in by_label[label]]
         perplexity = np.exp(np.mean(rows, axis=0).reshape(-1, 2).mean(axis=1))  # less jagged
         places = (np.arange(len(perplexity)) + 0.5) * LENGTH / len(perplexity)
-        colour = MORE_COLOURS.get(label) or STYLES[label][0]
-        colour = DARK[colour] if dark else colour
+        colour = STYLES[label][2 if dark else 0]
         ax.plot(places, perplexity, color=colour, lw=2)
         end = perplexity[-4:].mean()
         ax.text(LENGTH + 60, end * shift, name, color=colour, va="center", size=12)

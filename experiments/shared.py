@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import ArgumentParser, command, make_folder, provenance, write_json  # noqa: E402
-from paper.plot import STYLES, plt  # noqa: E402
+from paper.plot import PAIRS, STYLES, plt  # noqa: E402
 
 # a method's colour is that of paper/plot.py
 GREY, GREEN, BLUE, RED = (STYLES[name][0] for name in ("NoPE", "ALiBi", "RoPE", "FoPE"))
+SLOW, FAST = (PAIRS[name][0] for name in ("slow", "fast"))
 BLACK, BROWN, PINK = "#000000", "#8A6D00", "#B83280"
 
 

@@ -27,20 +27,26 @@ from paper.tables import fill_tables, markdown_table, summary_rows
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Apart for colour-blind readers, by their lightness, too, and 3 : 1 or more on white; the same in
-# docs/index.html. The markers stay apart in grey.
+# One method has one colour and one marker: in every figure, on docs/index.html and in the tour.
+# Colour on white, marker, colour on a dark ground. Those of the page are apart by their lightness,
+# too, for print in grey and for colour-blind readers (tests/test_plot.py).
 STYLES = {
-    "NoPE": ("#4A4A4A", "s"),
-    "ALiBi": ("#009E73", "^"),
-    "RoPE": ("#1F77C4", "o"),
-    "FoPE": ("#D1480C", "D"),
-    "FoPE, floor alone": ("#6B1F7C", "v"),
-    "KERPLE": ("#8A6D00", "<"),
-    "FIRE": ("#B83280", "P"),
-    "RoPE-A": ("#000000", "X"),
+    "NoPE": ("#4A4A4A", "s", "#D0D0D0"),
+    "ALiBi": ("#01A060", "^", "#0A9056"),
+    "RoPE": ("#0C6BA0", "o", "#0DAAFC"),
+    "RoPE, theta 94": ("#744B00", "*", "#EAA847"),
+    "RoPE, YaRN told the length": ("#04354E", ">", "#AAE6F0"),
+    "RoPE, window of 512": ("#1F2226", "x", "#EEF1F4"),
+    "FoPE": ("#D24B02", "D", "#F55F13"),
+    "FoPE, floor alone": ("#67207E", "v", "#FCADFF"),
+    "KERPLE": ("#8A6D00", "<", "#D9B83C"),
+    "FIRE": ("#B83280", "P", "#F08CC4"),
+    "RoPE-A": ("#000000", "X", "#FFFFFF"),
 }
-MORE_STYLES = [("#8A6D00", "<"), ("#B83280", "P"), ("#000000", "X"), ("#6B1F7C", "v")]
-MORE_STYLES += [("#00688B", ">"), ("#5C7F00", "p"), ("#A0522D", "h"), ("#7A7A7A", "*")]
+# no methods, but kinds of pairs: greys
+PAIRS = {"slow": ("#333333", "o", "#DDDDDD"), "fast": ("#858585", "s", "#8F8F8F")}
+MORE_STYLES = [("#5C7F00", "p"), ("#A0522D", "h"), ("#7A7A7A", "d"), ("#00688B", "H")]
+MORE_STYLES += [("#A3326F", "8"), ("#3B3B8F", "1"), ("#2E6B5E", "2")]
 
 FEW = 5  # more curves have no bands and no dots around them
 SMALL = 9  # points: ten pixels, where a figure is 838 px wide, as in a README
@@ -51,7 +57,7 @@ def styles(labels):
     {label: line style}: fixed for the plain embeddings, the same dashed with QK-norm, further ones
     for everything else. What goes on from RoPE ("RoPE to FoPE") is dashed, too.
     """
-    fixed = {name: {"color": colour, "marker": m} for name, (colour, m) in STYLES.items()}
+    fixed = {name: {"color": colour, "marker": m} for name, (colour, m, _) in STYLES.items()}
     fixed |= {f"{name} + QK-norm": {**style, "ls": "--"} for name, style in fixed.items()}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
