@@ -10,13 +10,14 @@ import math
 import re
 import shutil
 import time
-from statistics import mean
 
 import pytest
 import torch
 from conftest import ROOT
 
+from baselines import yarn
 from fope import FoPE, RoPE, alibi_slopes
+from paper.plot import PAIRS, STYLES
 
 PAGE = ROOT / "docs" / "index.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -25,9 +26,35 @@ DRIVER = shutil.which("chromedriver")
 
 def test_it_asks_for_nothing():
     text = PAGE.read_text(encoding="utf-8")
-    assert not re.search(r"<link|<img|<iframe|@import|url\((?!#)|src=|fetch\(|import\(", text)
-    hosts = re.findall(r"https?://([^/\s`]+)", text)  # of its preview, of links to follow
-    assert {".".join(host.split(".")[-2:]) for host in hosts} == {"github.io", "github.com"}
+    assert len(text) < 100_000
+    with_script = re.sub("<noscript>.*?</noscript>", "", text, flags=re.S)
+    outside = r"<link|<img|<iframe|@import|url\((?!#)|src=|fetch\(|import\("
+    assert not re.search(outside, with_script)
+    hosts = re.findall(r"https?://([^/\s`\"]+)", text)  # of its preview, of links to follow
+    assert {".".join(host.split(".")[-2:]) for host in hosts} == {
+        "github.io",
+        "github.com",
+        "arxiv.org",
+    }
+    assert re.findall('<img src="(.*?)"', text) == ["loss.svg"]  # without JavaScript
+
+
+ON_THE_PAGE = {
+    "alibi": "ALiBi",
+    "rope": "RoPE",
+    "cycle": "RoPE, theta 94",
+    "yarn": "RoPE, YaRN told the length",
+    "window": "RoPE, window of 512",
+    "fope": "FoPE",
+    "floor": "FoPE, floor alone",
+}
+
+
+def test_its_colours_are_those_of_the_figures():
+    light, dark = re.findall(r":root \{.*?\}", PAGE.read_text("utf-8"), re.S)
+    table = {name: STYLES[label] for name, label in ON_THE_PAGE.items()} | PAIRS
+    for name, (on_white, _, on_dark) in table.items():
+        assert f"--{name}: {on_white};" in light and f"--{name}: {on_dark};" in dark
 
 
 def test_a_link_to_it_shows_a_picture_and_all_name_one_repository():
@@ -144,8 +171,19 @@ def test_its_mathematics_is_that_of_fope(page, setting):
         agree(scores[positions], (torch.tensor(found["between"]) * parts).sum((1, 2)).tolist())
 
 
-DRAW_ALL = "for (const { draw } of VIEWS) draw();"
-DRAWN = DRAW_ALL + "return document.querySelector('main').innerHTML + byId('first').innerHTML"
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1, 4, 16])
+def test_its_yarn_is_that_of_baselines(page, factor):
+    freqs = RoPE(head_dim=64, n_head=1, train_len=512, theta=1e4).freqs
+    found = page.execute_script(
+        "const shape = {trainLen: 512, headDim: 64, theta: 1e4};"
+        f"return Array.from(yarn(ropeFreqs(64, 1e4), {factor}, shape))"
+    )
+    ours = yarn(freqs, factor, original_len=512, head_dim=64)
+    torch.testing.assert_close(ours, torch.tensor(found), rtol=1e-5, atol=0)
+
+
+DRAWN = "drawAll(); return document.querySelector('main').innerHTML"
 
 
 def state(page):
@@ -155,76 +193,108 @@ def state(page):
 @pytest.mark.slow
 def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
     from selenium.webdriver import ActionChains, Keys
-    from selenium.webdriver.support.select import Select
 
-    kinds = "form input, form select, #draw, #play, #position, #choose button"
-    page.execute_script("document.getElementById('more').open = true")
-    controls = page.find_elements("css selector", kinds)
+    controls = page.find_elements("css selector", ".control input, #play, #position, main button")
     reached = set()
     for _ in range(len(controls) + 30):  # and links
         ActionChains(page).send_keys(Keys.TAB).perform()
         reached.add(page.switch_to.active_element.id)
     assert {control.id for control in controls} <= reached
-    keys = {"checkbox": Keys.SPACE, "range": Keys.ARROW_LEFT, "select-one": Keys.ARROW_DOWN}
+    keys = {"checkbox": Keys.SPACE, "range": Keys.ARROW_LEFT}
     for control, by_mouse in itertools.product(controls, (False, True)):
         name, kind = control.get_attribute("id"), control.get_attribute("type")
-        page.execute_script("Object.assign(state, START, {show: 'cycle'}); update();")
+        page.execute_script("set({...START, show: 'cycle'})")
         page.execute_script("arguments[0].scrollIntoView({block: 'center'})", control)
         before, drawn = state(page), page.execute_script(DRAWN)
-        if not by_mouse:
-            page.execute_script("arguments[0].focus()", control)
-            ActionChains(page).send_keys(keys.get(kind, Keys.ENTER)).perform()
-        elif kind == "select-one":
-            Select(control).select_by_index(1)
-        else:  # not the middle of a slider, where its handle may be
+        if by_mouse:  # not the middle of a slider, where its handle may be
             x = -control.size["width"] // 3 if kind == "range" else 0
             ActionChains(page).move_to_element_with_offset(control, x, 0).click().perform()
+        else:
+            page.execute_script("arguments[0].focus()", control)
+            ActionChains(page).send_keys(keys.get(kind, Keys.ENTER)).perform()
         if name == "play":
             time.sleep(0.5)
             page.execute_script("play.going = false")
         changed = {key for key, value in state(page).items() if value != before[key]}
-        if kind in ("range", "checkbox", "select-one"):
-            assert name in changed and changed <= {name, "position", "head", "pair"}, name
+        if kind in ("range", "checkbox"):
+            assert changed == {name}
         if name != "show_cycle":  # which is shown already
             assert changed and page.execute_script(DRAWN) != drawn, name
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [{"headDim": 2}, {"trainLen": 3}, {"trainLen": 6}], ids=str)
-def test_an_impossible_setting_says_so_and_can_be_left(page, change):
-    alert = "update(); return byId('alert').textContent"
-    assert str(*change.values()) in page.execute_script(f"Object.assign(state, {change}); {alert}")
-    assert not page.execute_script("state.floor = false;" + alert)
+ADDRESSES = [
+    *("", "trainLen=3", "headDim=2", "theta=10", "theta=94", "theta=1e6", "theta=7", "trainLen=64"),
+    *("trainLen=2048", "trainLen=2048&floor=0", "trainLen=64&theta=10", "floor=0", "sigma=0"),
+    *("sigma=1", "position=0", "position=511", "position=512", "position=1e9", "show=alibi"),
+    *("show=slow&text=1", "show=yarn&position=2047", "text=9&show=constructor"),
+]
 
 
 @pytest.mark.slow
-def test_it_counts_the_hands_that_point_where_they_never_did(page):
+def test_each_setting_opens_fresh_by_its_address(page):
+    """A full page, whatever an address says, also one that says nothing or too much."""
+    for address in ADDRESSES:
+        page.get("about:blank")
+        page.get(f"{PAGE.as_uri()}#{address}")
+        empty = page.execute_script(
+            "return [...document.querySelectorAll('main svg[id], main .says, main table')]"
+            ".filter((e) => !e.innerHTML || /NaN|undefined/.test(e.outerHTML)).map((e) => e.id)"
+        )
+        assert empty == [] and page.get_log("browser") == [], address
+
+
+@pytest.mark.slow
+def test_it_counts_the_pairs_that_show_a_new_angle(page):
     def beyond(theta):
         freqs = RoPE(head_dim=64, n_head=1, train_len=512, theta=theta).freqs.double()
         angle, last = 1023 * freqs % (2 * math.pi), 511 * freqs
-        return (angle - last).where((freqs * 512 < 2 * math.pi) & (angle > last), 0)
+        return int(((freqs * 512 < 2 * math.pi) & (angle > last)).sum())
 
-    known, slower = (int((beyond(theta) > 0).sum()) for theta in (1e4, 5e5))
-    texts = "return ['two', 'says2', 'guess2'].map((id) => byId(id).textContent)"
-    first, all_hands, guess = page.execute_script("set({position: 1023});" + DRAW_ALL + texts)
-    assert f"{round(math.degrees(beyond(1e4)[22]))}°" in first
-    # at this position; of RoPE's 32 hands; of FoPE's; that rest
-    assert re.findall(r"[\d,]*\d", all_hands) == ["1,023", str(known), "32", "0", "16"]
-    assert slower > known and re.findall(r"\d+", guess)[:3:2] == [str(slower), str(known)]
+    def slow(theta):
+        freqs = RoPE(head_dim=64, n_head=1, train_len=512, theta=theta).freqs
+        return int((freqs < 2 * math.pi / 512).sum())
+
+    for theta in (1e4, 94, 5e5):
+        page.execute_script(f"set({{position: 1023, theta: {theta}}}); drawAll()")
+        says, guess = page.execute_script(
+            "return ['says3', 'guess3'].map((id) => byId(id).textContent)"
+        )
+        assert re.findall(r"[\d,]*\d", says) == ["1,023", str(beyond(theta)), "32", "0"]
+    assert re.findall(r"\d+", guess)[:3] == [str(slow(5e5)), "32", str(slow(1e4))]
 
 
 @pytest.mark.slow
-def test_hands_are_put_back_as_it_was_measured(page):
-    runs = json.loads((ROOT / "results" / "mechanism" / "wrap.json").read_text())["runs"]
-    for how in ("slow, wrapped", "fast, wrapped"):
-        shown = f"set({{show: '{how[:4]}', position: 1535}}); return byId('says0').textContent"
-        loss, trained = (mean(run["by_position"][of][11] for run in runs) for of in (how, "none"))
-        gone = f"{100 * mean(run['removed'][how] for run in runs):.0f}"
-        known = [gone, f"{loss:.2f}", f"{math.exp(loss):.1f}", f"{trained:.2f}"]
-        assert re.findall(r"[\d.]+\d", page.execute_script(shown)) == known
-    at = page.execute_script("return [511, 512, 767, 768, 1500].map((d) => wrapped(d, 512))")
-    assert at == [511, 256, 511, 256, 476]  # as the experiment turns them
+def test_a_letter_is_as_red_as_its_loss(page):
+    strip = json.loads((ROOT / "results" / "mechanism" / "strip.json").read_text())
+    for number, passage in enumerate(strip["passages"]):
+        text = page.execute_script(f"set({{text: {number}}}); return byId('strip').textContent")
+        assert text == passage["text"].replace("\n", "¶")
+        for name in ("rope", "slow", "alibi"):
+            page.execute_script(f"set({{show: '{name}', position: 1500}})")
+            colours = page.execute_script(
+                "return [...byId('strip').children].map((e) => e.style.backgroundColor)"
+            )
+            alphas = [
+                float(re.search(r"/? ?([\d.]+)\)$", c)[1]) if "0." in c else 0 for c in colours
+            ]
+            losses = passage["losses"][name]
+            for place in (20, 400, 700, 1100, 1500):
+                loss = sum(losses[place - 32 : place + 33]) / 65
+                assert alphas[place] == pytest.approx(
+                    min(0.75, max(0, 0.375 * (loss - 1.2))), abs=0.03
+                )
+            assert not any(colours[1501:])  # is not read yet
+            said = page.execute_script("return byId('says0').textContent")
+            found = float(re.search(r"bytes: ([\d.]+) nats", said)[1])
+            assert found == pytest.approx(sum(losses[1373:1501]) / 128, abs=0.05)
+
+
+@pytest.mark.slow
+def test_a_touched_letter_moves_the_slider(page):
+    page.execute_script("set({position: 700}); byId('strip').children[760].click()")
+    assert state(page)["position"] == 760
+    assert page.find_element("id", "position").get_attribute("value") == "760"
 
 
 @pytest.mark.slow
@@ -236,9 +306,9 @@ def test_the_address_holds_the_settings(page):
 
     start = at("")
     # what is no setting is left out, and what is too large is cut
-    wrong = "position=1e9&floor=0&theta=7&times=x&seed=-3&constructor=1&variant=toString&show=rope"
-    assert at(wrong) == start | {"position": 2047, "floor": False, "seed": 0}
-    # a link keeps the position and the embedding that are shown
+    wrong = "position=1e9&floor=0&theta=7&trainLen=3&constructor=1&text=-3&show=toString"
+    assert at(wrong) == start | {"position": 2047, "floor": False}
+    # a link keeps the position and the model that are shown
     at("position=700&show=fope")
     assert at("sigma=1") == start | {"position": 700, "show": "fope", "sigma": 1}
     # every link of the page that sets something sets it
@@ -249,30 +319,37 @@ def test_the_address_holds_the_settings(page):
 
 
 @pytest.mark.slow
-def test_it_plays_once_to_512_and_by_steps_for_less_motion(page):
-    page.get(PAGE.as_uri())
-    assert state(page)["position"] < 500
-    time.sleep(7)
-    assert state(page)["position"] == 511
-    button = page.find_element("id", "play")
-    page.execute_script("set({times: 2, position: 1023})")
+def test_it_plays_once_into_the_red_and_by_steps_for_less_motion(page):
     less = {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+    page.get("about:blank")
+    page.get(PAGE.as_uri())
+    assert state(page)["position"] < 1100
+    time.sleep(15)
+    assert state(page)["position"] == 1100
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", less)
-    for there in (256, 512, 768, 1023):  # from the start again
+    page.get("about:blank")
+    page.get(PAGE.as_uri())
+    assert state(page)["position"] == 1100 and not page.execute_script("return play.going")
+    button = page.find_element("id", "play")
+    page.execute_script("set({position: 2047})")
+    for there in (256, 512, 768, 1024):  # from the start again
         button.click()
         assert state(page)["position"] == there
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+WIDE = "drawAll(); return document.documentElement.scrollWidth"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width, kind", [(390, "touch"), (1280, "mouse")])
-def test_it_fits_the_window_and_its_slider_is_dragged_on_from_512(page, width, kind):
+def test_its_slider_is_dragged(page, width, kind):
     from selenium.webdriver.common.actions.action_builder import ActionBuilder
     from selenium.webdriver.common.actions.pointer_input import PointerInput
 
     size = dict(width=width, height=740, deviceScaleFactor=1, mobile=width < 500)
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    page.execute_script(f"set({{times: 16, position: 8191}}); {DRAW_ALL} set(START)")
-    wide = page.execute_script(DRAW_ALL + "return document.documentElement.scrollWidth")
+    page.execute_script("set({position: 512})")
     box = page.execute_script("return byId('position').getBoundingClientRect().toJSON()")
     x, y = box["x"] + box["width"] / 4, box["y"] + box["height"] / 2
     actions = ActionBuilder(page, mouse=PointerInput(kind, kind))
@@ -280,4 +357,88 @@ def test_it_fits_the_window_and_its_slider_is_dragged_on_from_512(page, width, k
     pointer.move_to_location(x + box["width"] / 4, y).pointer_up()
     actions.perform()
     page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-    assert wide <= width and 900 < state(page)["position"] < 1100
+    assert 900 < state(page)["position"] < 1150
+
+
+@pytest.mark.slow
+def test_a_swipe_over_the_slider_scrolls_and_moves_nothing(page):
+    size = dict(width=390, height=740, deviceScaleFactor=1, mobile=True)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.execute_script("scrollTo(0, 0); set({position: 512})")
+    for i in range(12):
+        kind, finger = "touchMove" if i else "touchStart", dict(x=250, y=715 - 25 * i)
+        touch = {"type": kind, "touchPoints": [finger]}
+        page.execute_cdp_cmd("Input.dispatchTouchEvent", touch)
+    page.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    time.sleep(0.5)
+    scrolled = page.execute_script("return scrollY")
+    page.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert scrolled > 100 and state(page)["position"] == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 390, 768, 1280, 2560])
+@pytest.mark.parametrize("size_of_text", ["100%", "200%"])
+def test_it_fits_the_window(page, width, size_of_text):
+    size = dict(width=width, height=740, deviceScaleFactor=1, mobile=width < 500)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_script(f"document.documentElement.style.fontSize = '{size_of_text}'; set({{}})")
+    wide = [page.execute_script(f"set({{show: '{name}'}});" + WIDE) for name in ("rope", "alibi")]
+    bar = page.execute_script("return document.querySelector('.bar').offsetHeight")
+    slider = page.execute_script("return byId('position').offsetWidth")
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert max(wide) <= width and bar < 150 and slider > 90
+
+
+@pytest.mark.slow
+def test_it_has_no_jump_in_size(page):
+    heights = []
+    for width in range(1500, 1721, 20):
+        size = dict(width=width, height=900, deviceScaleFactor=1, mobile=False)
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        size = "return parseFloat(getComputedStyle(document.body).fontSize)"
+        heights.append(page.execute_script(size))
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert max(b - a for a, b in itertools.pairwise(heights)) < 0.3
+
+
+@pytest.mark.slow
+def test_every_figure_is_there_before_anybody_scrolls(page):
+    """What is printed was never in sight."""
+    page.get("about:blank")
+    page.get(PAGE.as_uri() + "#position=1023")
+    empty = (
+        "return [...document.querySelectorAll('main svg[id]')].filter((e) => !e.innerHTML).length"
+    )
+    assert page.execute_script(empty) == 0
+    on_paper = {"media": "print"}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", on_paper)
+    bar = page.execute_script("return getComputedStyle(document.querySelector('.bar')).display")
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert bar == "none"
+
+
+@pytest.mark.slow
+def test_what_a_screen_reader_needs(page):
+    """Names of controls and figures, one h1, headings in order, everything in a landmark."""
+    faults = page.execute_script("""
+    const faults = [], all = (css) => [...document.querySelectorAll(css)];
+    for (const e of all("input, button, svg[role], [role=img], [role=group], [role=region]")) {
+      const ids = (e.getAttribute("aria-labelledby") ?? "").split(" ");
+      const by = ids.map((id) => byId(id)?.textContent);
+      const name = e.getAttribute("aria-label") || e.labels?.[0]?.textContent || by.join("")
+        || (e.tagName === "BUTTON" && e.textContent);
+      if (!name) faults.push(`no name: ${e.outerHTML.slice(0, 60)}`);
+    }
+    if (all("h1").length !== 1) faults.push("h1");
+    for (const e of document.body.children) {
+      if (!/HEADER|MAIN|FOOTER|SCRIPT|NOSCRIPT/.test(e.tagName)) faults.push(e.tagName);
+    }
+    const ids = all("[id]").map((e) => e.id);
+    if (new Set(ids).size !== ids.length) faults.push("an id stands twice");
+    for (const e of all(".scroll")) if (e.tabIndex) faults.push("no way to scroll by keyboard");
+    return faults;
+    """)
+    assert faults == []

@@ -1,8 +1,10 @@
 """The figures and tables that paper/plot.py makes of result files."""
 
+import itertools
 import json
 
 import matplotlib.image
+import numpy as np
 import pytest
 from conftest import refuses
 
@@ -36,6 +38,50 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     assert style["RoPE to FoPE"]["ls"] == "--" and "ls" not in style["FoPE to FoPE"]
     many = plot.styles([f"mine {i}" for i in range(20)]).values()  # more than there are colours
     assert len({tuple(line.items()) for line in many}) == 20
+
+
+# how colour-blind eyes see linear RGB (Machado, Oliveira and Fernandes, 2009, severity 1)
+COLOUR_BLIND = {
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+def linear(colour):
+    """Linear RGB, 0 to 1, of "#RRGGBB"."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    """CIELAB of linear RGB: the first number is the lightness, 0 to 100."""
+    to_xyz = [[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]]
+    xyz = np.array(to_xyz) @ np.clip(rgb, 0, 1) / np.sum(to_xyz, axis=1)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), (903.3 * xyz + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def contrast(a, b):
+    low, high = sorted(linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (a, b))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("column, ground", [(0, "#FFFFFF"), (2, "#16181A")])
+def test_methods_are_told_apart_by_every_eye_and_in_grey(column, ground):
+    """Those that docs/index.html shows side by side."""
+    names = ["ALiBi", "RoPE", "RoPE, theta 94", "RoPE, YaRN told the length"]
+    names += ["RoPE, window of 512", "FoPE", "FoPE, floor alone"]
+    every = [linear(plot.STYLES[name][column]) for name in names]
+    for a, b in itertools.combinations(every, 2):
+        assert abs(lab(a)[0] - lab(b)[0]) > 6.5
+        for matrix in COLOUR_BLIND.values():
+            assert np.linalg.norm(lab(matrix @ a) - lab(matrix @ b)) > 8
+    for style in (*plot.STYLES.values(), *plot.PAIRS.values()):
+        assert contrast(style[column], ground) > 3
+    markers = [marker for _, marker, _ in plot.STYLES.values()]
+    markers += [marker for _, marker in plot.MORE_STYLES]
+    assert len(set(markers)) == len(markers)
 
 
 def test_long_labels_and_wide_ranges_can_be_read(tmp_path):

@@ -18,7 +18,7 @@ from paper import results as res
 from paper.figures import FIGURES, PRIMARY
 
 sys.path.insert(0, str(ROOT / "experiments"))
-from attention_row import page_numbers
+from strip import page_numbers
 
 
 def write(path, results):
@@ -173,7 +173,7 @@ def test_the_table_to_cite_is_the_mean_of_the_results():
 
 
 def test_the_page_holds_the_numbers_of_the_results():
-    """Else run python experiments/attention_row.py --page."""
+    """Else run python experiments/strip.py --page."""
     page = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
     held = re.search('id="measured">(.*?)</script>', page, re.S)[1]
     assert json.loads(held) == page_numbers(ROOT / "results" / "mechanism")
