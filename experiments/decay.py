@@ -16,7 +16,7 @@ zero. FoPE adds its zero frequencies, a constant.
 import math
 
 import torch
-from shared import BLACK, BLUE, BROWN, GREY, PINK, RED, Parser, plt, save, tidy
+from shared import BLACK, BLUE, FAST, GREY, RED, SLOW, Parser, plt, save, tidy
 
 from common import one_sentence_errors
 from fope import FoPE, NoPE, RoPE, above_floor, rope_freqs
@@ -44,8 +44,8 @@ def main(argv=None, T=1024):
     torch.manual_seed(0)
     curves = {
         "RoPE": (constant_content(RoPE(**SHAPE), T), BLUE),
-        "RoPE, above the floor": (mean_cosine(above_floor(freqs, N), T), BROWN),
-        "RoPE, under the floor": (mean_cosine(freqs[freqs < floor], T), PINK),
+        "RoPE, above the floor": (mean_cosine(above_floor(freqs, N), T), FAST),
+        "RoPE, under the floor": (mean_cosine(freqs[freqs < floor], T), SLOW),
         "FoPE": (constant_content(FoPE(**SHAPE), T), RED),
         "NoPE": (constant_content(NoPE(**SHAPE), T), GREY),
     }

@@ -44,7 +44,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from attention_row import STEP, attention_rows
-from shared import BLUE, BROWN, GREEN, GREY, RED, Parser, plt, save, tidy
+from shared import BLUE, FAST, GREY, SLOW, WINDOW, Parser, plt, save, tidy
 
 from checkpoint import load_checkpoint
 from common import Refused, add_device_flag, init_distributed, one_sentence_errors, positive_int
@@ -160,15 +160,16 @@ def measure(run, length, n_windows, conditions, device):
 def draw(rows, train_len):
     """The loss along the text, the mean of these runs; the share of the damage that goes."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained")
-    looks = {"none": (BLUE, "as it is"), "fast, wrapped": (BROWN, "fast pairs put back")}
-    looks |= {"slow, wrapped": (RED, "slow pairs put back"), "near": (GREY, "far keys hidden")}
+    looks = {"none": (BLUE, "as it is"), "fast, wrapped": (FAST, "fast pairs put back")}
+    looks |= {"slow, wrapped": (SLOW, "slow pairs put back"), "near": (WINDOW, "far keys hidden")}
     for condition, (color, label) in looks.items():
         curve = np.mean([row["by_position"][condition] for row in rows], axis=0)
-        left.plot(STEP * np.arange(1, len(curve) + 1), curve, color=color, label=label)
+        at, line = STEP * np.arange(1, len(curve) + 1), "--" if condition == "near" else "-"
+        left.plot(at, curve, line, color=color, label=label)
     left.axvline(train_len, color="black", lw=0.8, ls=":")
     title = f"The same weights read the same text ({len(rows)} seeds)"
     tidy(left, "position in the text; dotted: training length", "loss in nats per byte", title)
-    for how, color, shift in (("wrapped", RED, -0.12), ("held", GREEN, 0.12)):
+    for how, color, shift in (("wrapped", BLUE, -0.12), ("held", GREY, 0.12)):
         shares = [[100 * row["removed"][f"{p}, {how}"] for p in PAIRS] for row in rows]
         x = np.arange(3) + shift
         right.bar(x, np.mean(shares, axis=0), 0.22, color=color, alpha=0.6, label=how)
@@ -190,7 +191,7 @@ def draw_places(rows, train_len):
         return 100 * row["far_attention"][condition]
 
     for ax, number in zip(axes, (left, attention), strict=True):
-        for pairs, color, marker in (("slow", RED, "o"), ("fast", BROWN, "s")):
+        for pairs, color, marker in (("slow", SLOW, "o"), ("fast", FAST, "s")):
             values = [[number(row, f"{pairs}, {place}") for place in HELD] for row in rows]
             mean, marks = np.mean(values, axis=0), np.transpose(values)
             ax.plot(places, mean, color=color, label=f"{pairs} pairs show another distance")
@@ -202,10 +203,10 @@ def draw_places(rows, train_len):
     axes[1].axhline(as_it_is, color=GREY, lw=0.8)
     off = np.mean([left(row, "fast, held 0x") for row in rows])
     axes[0].set_ylim(-10, 190)
-    axes[0].text(40, 172, f"fast pairs at 0: {off:.0f} %", color=BROWN, size=9)
+    axes[0].text(40, 172, f"fast pairs at 0: {off:.0f} %", color=FAST, size=9)
     where = "distance that all far tokens show; dotted: training length"
     tidy(axes[0], where, "% of the damage that is left", "What is left of the damage")
-    tidy(axes[1], where, "% of attention", "What attention far tokens get (grey: as it is)")
+    tidy(axes[1], where, "% of attention", "What attention far tokens get (line across: as it is)")
     return fig
 
 

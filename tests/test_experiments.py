@@ -22,10 +22,12 @@ import decay
 import qk_activation
 import relative
 import spectrum_leakage
+import strip
 import toy_fourier
 import wrap
 
 from checkpoint import save_checkpoint
+from common import Refused
 from fope import FoPE, NoPE, RoPE, rope_freqs
 from model import GPT, GPTConfig
 
@@ -211,6 +213,35 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
     refuses(wrap.main, [nope, *flags], "nope_s1")
+
+
+def test_the_passages_are_the_first_documents_that_are_long_enough():
+    tokens = np.array([1, 2, 9, *[3] * 5, 9, *[4] * 4, 9, *[5] * 7, 9])
+
+    class Data:
+        folder, meta = "texts", {"eot": 9}
+
+        def __len__(self):
+            return len(tokens)
+
+        def read(self, start, n):
+            return tokens[start : start + n]
+
+    data = Data()
+    found = strip.passages(data, 5, 2)
+    assert [(i, doc.tolist()) for i, doc in found] == [(1, [3] * 5), (3, [5] * 5)]
+    with pytest.raises(Refused, match="fewer than 3"):
+        strip.passages(data, 5, 3)
+
+
+def test_the_committed_passages_have_the_means_of_their_losses():
+    stored = json.loads((ROOT / "results" / "mechanism" / "strip.json").read_text())
+    for passage in stored["passages"]:
+        for name, losses in passage["losses"].items():
+            assert len(losses) == len(passage["text"]) == stored["length"] == strip.LENGTH
+            parts = [np.mean(losses[:512]), np.mean(losses[512:])]
+            assert passage["mean"][name]["passage"] == pytest.approx(parts, abs=0.002)
+            assert passage["mean"][name]["table"] == strip.table_means(name, 512)
 
 
 # --- the notebook
