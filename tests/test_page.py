@@ -282,7 +282,7 @@ def test_a_letter_is_as_red_as_its_loss(page):
             for place in (40, 400, 700, 1100, 1500):
                 loss = sum(losses[place - 32 : place + 33]) / 65
                 assert alphas[place] == pytest.approx(
-                    min(0.75, max(0, 0.375 * (loss - 1.2))), abs=0.03
+                    min(0.8, max(0, (loss - 1.2) / 1.5)), abs=0.03
                 )
             assert not any(colours[1501:])  # is not read yet
             said = page.execute_script("return byId('says0').textContent")
@@ -416,8 +416,10 @@ def test_every_figure_is_there_before_anybody_scrolls(page):
     on_paper = {"media": "print"}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", on_paper)
     bar = page.execute_script("return getComputedStyle(document.querySelector('.bar')).display")
+    inside = "return byId('map_fope').getBoundingClientRect().bottom - {}.bottom"
+    below = page.execute_script(inside.format("byId('maps').getBoundingClientRect()"))
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-    assert bar == "none"
+    assert bar == "none" and below < 0
 
 
 @pytest.mark.slow
