@@ -1,14 +1,17 @@
 """
 README's picture, light and dark, into docs/: python experiments/loss_by_position.py
 
-The loss at each place of texts of 8,192 bytes, means over the models of results/. Perplexity is
-e to this loss, so the axis is that of README's table.
+Above, lines of a real text, of which one model of strip.json reads the first 2,048 bytes. The
+redder a letter, the higher the loss around it. Below, the loss at each place of texts of 8,192
+bytes, means over the models of results/. Perplexity is e to this loss, so the axis is that of
+README's table.
 """
 
 import matplotlib.ticker
 import numpy as np
 from shared import ROOT, plt
 
+from common import read_json
 from paper.plot import STYLES
 from paper.results import load_results
 from paper.tables import OF_ONE_BUDGET
@@ -24,9 +27,35 @@ CURVES = [
 ]
 
 
-def draw(by_label, dark):
-    fig, ax = plt.subplots(figsize=(9.2, 4.2), layout="constrained")
+RED, MIDDLE = "#DE281C", dict(va="center", ha="center", size=10, family="DejaVu Sans Mono")
+WIDTH = 92
+LINES = [  # name in strip.json, first byte, what it is
+    ("rope", 360, "RoPE reads the text, from byte 360:"),
+    ("rope", 1474, "RoPE, from byte 1,474. Red is what the model does not expect:"),
+    ("slow", 1474, "the same model, but slow pairs show far bytes at an angle that training had:"),
+    ("fope", 1474, "a model that was trained with FoPE:"),
+]
+
+
+def draw_text(ax, passage, ink):
+    """LINES of a passage of strip.json. A tint is the mean of 65 bytes, as on docs/index.html."""
+    ax.set(xlim=(0, WIDTH), ylim=(2 * len(LINES), 0))
+    ax.axis("off")
+    for row, (name, first, title) in enumerate(LINES):
+        losses = np.array(passage["losses"][name])
+        ax.text(0, 2 * row + 0.55, title, color=ink, va="center", size=10)
+        for i, letter in enumerate(passage["text"][first : first + WIDTH].replace("\n", " ")):
+            loss = losses[first + i - 32 : first + i + 33].mean()
+            alpha = np.clip(0.8 * (loss - 1.2) / 1.2, 0, 0.8)
+            ax.add_patch(plt.Rectangle((i, 2 * row + 1), 1, 0.9, color=RED, alpha=alpha, lw=0))
+            ax.text(i + 0.5, 2 * row + 1.45, letter, color=ink, **MIDDLE)
+
+
+def draw(by_label, passage, dark):
+    height = {"height_ratios": [1, 2.1]}
+    fig, (top, ax) = plt.subplots(2, 1, figsize=(9.2, 6), layout="constrained", gridspec_kw=height)
     ink = "#E6E6E6" if dark else "#1A1A1A"
+    draw_text(top, passage, ink)
     for label, name, shift in CURVES:
         if label not in by_label:
             continue
@@ -57,7 +86,10 @@ def draw(by_label, dark):
 if __name__ == "__main__":
     files = [ROOT / "results" / f"{figure}.json" for figure in OF_ONE_BUDGET]
     results = load_results([file for file in files if file.exists()])["perplexity"]
+    passage = read_json(ROOT / "results" / "mechanism" / "strip.json")["passages"][0]
     plt.rcParams["svg.hashsalt"] = "the same file each time"
     for dark, name in ((False, "loss.svg"), (True, "loss_dark.svg")):
         metadata = {"Date": None}
-        draw(results, dark).savefig(ROOT / "docs" / name, transparent=True, metadata=metadata)
+        draw(results, passage, dark).savefig(
+            ROOT / "docs" / name, transparent=True, metadata=metadata
+        )
