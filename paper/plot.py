@@ -27,7 +27,7 @@ from paper.tables import fill_tables, markdown_table, summary_rows
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# One method has one colour and one marker: in every figure, on docs/index.html and in the tour.
+# One method has one colour and one marker, in every figure and on docs/index.html.
 # Colour on white, marker, colour on a dark ground. Those of the page are apart by their lightness,
 # too, for print in grey and for colour-blind readers (tests/test_plot.py).
 STYLES = {
@@ -113,7 +113,7 @@ def draw_panel(ax, by_label, kind, name, style, spread):
     few, many = (f(map(len, by_label.values())) for f in (min, max))
     seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
     seeds += {"band": ", band: std", "dots": ", dots: each"}.get(spread, "")
-    ax.set_title(f"{no_tex(title)} ({'one seed' if many == 1 else seeds})", fontsize=10)
+    ax.set_title(f"{no_tex(title)}\n({'one seed' if many == 1 else seeds})", fontsize=10)
     train_len, lengths = train_len_of(every), sorted({n for r in every for n in r["lengths"]})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n}\n{n / train_len:g}x" for n in lengths])
