@@ -73,7 +73,7 @@ def test_two_corpora_have_a_table_and_a_panel_each(tmp_path):
     assert "perplexity per token on c4" in table
     assert "minus FoPE, nats per token on c4" in table and "| RoPE | 2 | 0.200 |" in table
     figure = plot.figure_length(found)
-    assert [ax.get_title().lower().partition(" (")[0] for ax in figure.axes] == kinds
+    assert [ax.get_title().lower().partition("\n(")[0] for ax in figure.axes] == kinds
 
 
 def test_the_excess_over_rope_at_its_training_length(tmp_path):
