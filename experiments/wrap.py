@@ -31,7 +31,8 @@ Three predictions were made before the runs. If new angles of slow pairs are the
     3. slow pairs held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half
        of the damage that they remove at 0.5 and 0.75 times. Fast pairs remove about the same there.
 
-The second held. The first failed at one distance: held at train_len - 1 the fast pairs remove more.
+The second held. The first held for wrapped keys, and for keys held at 0.5 and 0.75 times. It failed
+at 1 time and at an eighth of train_len, where the fast pairs remove more.
 The third held for the slow pairs. It failed for the fast ones, which remove less at 3 times
 train_len. The report has all numbers. "0.5 times" of 512 is 255 here, "1 time" 511: the last
 distance before it.
