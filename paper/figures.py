@@ -18,7 +18,7 @@ class Read:
     """An evaluation of a trained model whose embedding is changed first, but not trained again."""
 
     name: str  # of its result
-    label: str
+    label: str | None  # in figures; None: its embedding's name
     changes: dict  # the flags of the evaluation
 
 
@@ -254,6 +254,11 @@ UNTRAINED = (
     replace(THETA_94, reads=(with_window(THETA_94.label),)),
 )
 UNTRAINED = tuple(replace(m, kinds=("text",)) for m in UNTRAINED)
+AS_TRAINED = Read("", None, {})
+READ_KEYS = (
+    Model("rope", dict(pos="rope"), reads=(AS_TRAINED, *SCALED, with_window("RoPE"))),
+    *(THETA_94, *plain("alibi", "fope"), CF),
+)
 
 
 def partial_rotary(name, label, theta):
@@ -275,7 +280,8 @@ PARTIAL = (
 # 94 to copy? Each embedding gets the rate of this grid with which most whole passkeys at 512 are
 # found, the mean of seeds 1 and 2; of two within 2 points of each other the one with the lower NLL
 # of the answer. 2e-3 is tried for an embedding whose best is 1e-3. The floor alone takes the rate
-# of FoPE.
+# of FoPE. It came out as 3.5e-4, the recipe's, for all of them. Two models were left out, since no
+# result of theirs could have changed that: seed 2 of theta 94 at 3.5e-4, and of FoPE at 1e-3.
 RATES = tuple(
     replace(
         m,
@@ -309,6 +315,13 @@ FIGURES = {
         UNTRAINED,
         curves=("RoPE", "FoPE", *(read.label for read in SCALED), "RoPE, window of 512"),
         beside=("figure1", "parts", "enough"),
+    ),
+    "keys": Figure(
+        "passkeys, and RoPE read with lower frequencies or a window",
+        READ_KEYS,
+        ("passkey_anywhere",),
+        curves=("ALiBi", "RoPE", f"RoPE, {TOLD}", "RoPE, theta 94", "FoPE"),
+        beside=("enough",),
     ),
     "rates": Figure("learning rates of keys", RATES, ("passkey_anywhere",)),
     "partial": Figure(
@@ -362,6 +375,7 @@ FIGURES = {
 # is that of whole passkeys, "token_accuracy" of digits.
 TEXT, KEYS = ("perplexity", "loss"), ("passkey", "accuracy")
 DIGITS, ANYWHERE = ("passkey", "token_accuracy"), ("passkey_anywhere", "token_accuracy")
+WHOLE_ANYWHERE = ("passkey_anywhere", "accuracy")
 PRIMARY = {
     "primary": (
         range(1, 11),
@@ -391,13 +405,16 @@ PRIMARY = {
     ),
     # Named before a model of "untrained" or "rates" was trained. Two are level if the 95 % interval
     # of their difference lies within 0.1 nats, or within 15 points of whole passkeys; else one is
-    # ahead, or it is unclear. Holm's correction is for three tests: two more, of whole passkeys at
-    # 2048, each embedding at its own rate, follow when "rates" has chosen. They are RoPE with YaRN
-    # told the length minus FoPE, and FoPE minus theta 94. If the interval of the last lies below 20
-    # points, "keys need pairs that stand still" is overturned; if above, it stands; else it is
-    # undecided.
+    # ahead, or it is unclear. Whole passkeys are those at 2048, each embedding at its own rate:
+    # "rates" has left all of them at 3.5e-4. So FoPE and theta 94 are the models of "enough", which
+    # had been seen. If the interval of the last comparison lies below 20 points, "keys need pairs
+    # that stand still" is overturned; if above, it stands; else it is undecided.
     "primary_untrained": (
         range(3, 11),
-        (("untrained", *TEXT, f"RoPE, {TOLD}", "FoPE", 16),),
+        (
+            ("untrained", *TEXT, f"RoPE, {TOLD}", "FoPE", 16),
+            ("keys", *WHOLE_ANYWHERE, f"RoPE, {TOLD}", "FoPE", 4),
+            ("enough", *WHOLE_ANYWHERE, "FoPE", "RoPE, theta 94", 4),
+        ),
     ),
 }
