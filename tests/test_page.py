@@ -107,10 +107,11 @@ def page(browser):
 
 
 SHAPES = [(512, 64, 8, 1e4), (24, 16, 2, 100), (96, 80, 6, 5e5), (256, 128, 1, 10), (64, 8, 3, 9)]
-VARIANTS = itertools.product(["released", "paper"], [True, False])
+VARIANTS = [*itertools.product(["released", "paper"], [True, False], [True])]
+VARIANTS += [("released", True, False)]
 SETTINGS = [
-    dict(trainLen=L, headDim=head_dim, nHead=H, theta=theta, variant=variant, floor=floor)
-    for (L, head_dim, H, theta), (variant, floor) in itertools.product(SHAPES, VARIANTS)
+    dict(trainLen=L, headDim=head_dim, nHead=H, theta=theta, variant=variant, floor=floor, cap=cap)
+    for (L, head_dim, H, theta), (variant, floor, cap) in itertools.product(SHAPES, VARIANTS)
 ]
 
 READ = """
@@ -139,7 +140,8 @@ def test_its_mathematics_is_that_of_fope(page, setting):
     q, k = torch.randn(2, head_dim, generator=generator)
     theirs = page.execute_script(READ, setting, positions)
     shape = dict(head_dim=head_dim, n_head=H, train_len=L, theta=setting["theta"])
-    fope = FoPE(variant=setting["variant"], floor=setting["floor"], sigma=0.3, **shape)
+    how = {key: setting[key] for key in ("variant", "floor", "cap")}
+    fope = FoPE(sigma=0.3, **how, **shape)
     rope, told = RoPE(**shape), theirs["fope"]
 
     def agree(ours, theirs):
@@ -224,7 +226,16 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
 
 
 ADDRESSES = [
-    *("", "trainLen=3", "headDim=2", "theta=10", "theta=94", "theta=1e6", "theta=7", "trainLen=64"),
+    *(
+        "",
+        "trainLen=3",
+        "headDim=2",
+        "theta=10",
+        "theta=93.9",
+        "theta=1e6",
+        "theta=7",
+        "trainLen=64",
+    ),
     *("trainLen=2048", "trainLen=2048&floor=0", "trainLen=64&theta=10", "floor=0", "sigma=0"),
     *("sigma=1", "position=0", "position=511", "position=512", "position=1e9", "show=alibi"),
     *("show=slow&text=1", "show=yarn&position=2047", "text=9&show=constructor"),
@@ -260,8 +271,14 @@ def test_it_counts_the_pairs_that_show_a_new_angle(page):
         says, guess = page.execute_script(
             "return ['says3', 'guess3'].map((id) => byId(id).textContent)"
         )
-        assert re.findall(r"[\d,]*\d", says) == ["1,023", str(beyond(theta))]
-    assert re.findall(r"\d+", guess)[:3] == [str(slow(5e5)), "32", str(slow(1e4))]
+        assert re.findall(r"[\d,]*\d|none", says) == ["1,023", str(beyond(theta) or "none")]
+        # and FoPE's pairs that turn are those of RoPE that are not slow, each at its own place
+        freqs = page.execute_script(
+            "return [model.rope.freqs, ownFreqs(model.fope)].map((w) => [...w])"
+        )
+        kept = [w if w >= 2 * math.pi / 512 else 0 for w in freqs[0]]
+        assert freqs[1] == kept
+    assert re.findall(r"\d+", guess)[:4] == ["512", str(slow(5e5)), "32", str(slow(1e4))]
 
 
 @pytest.mark.slow
