@@ -58,13 +58,15 @@ def markdown_table(results, to="FoPE", only_differences=False):
     for kind, by_label in results.items():
         every = [r for rs in by_label.values() for r in rs]
         names = dict(unit=unit_of(every), part=part_of_answer(every), to=to)
-        names |= dict(task=kind, corpus=kind.removeprefix("perplexity"))
+        task = kind.removesuffix("_anywhere")
+        names |= dict(task=task, corpus=kind.removeprefix("perplexity"))
+        where = ", question anywhere" if task != kind else ""
         lengths, train_len = sorted({n for r in every for n in r["lengths"]}), train_len_of(every)
         columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         measure = "task" if is_task(kind) else "perplexity"
         for title, *number in [] if only_differences else ROWS[measure]:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
-            tables.append(grid([title.format(**names), *columns], rows))
+            tables.append(grid([title.format(**names) + where, *columns], rows))
         others = {label: rs for label, rs in by_label.items() if label != to and to in by_label}
         for title, *number in DIFFERENCES[measure]:
             rows = [
@@ -72,7 +74,7 @@ def markdown_table(results, to="FoPE", only_differences=False):
                 for label, rs in others.items()
             ]
             if rows := [row for row in rows if len(row) > 1]:
-                tables.append(grid([title.format(**names), *columns], rows))
+                tables.append(grid([title.format(**names) + where, *columns], rows))
     return "\n\n".join(tables)
 
 
