@@ -82,7 +82,7 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     D, K): 1 for a pair's own frequency, plus small random numbers, never trained. Returns two (..,
     n_head, T, n_pairs): first the K pairs that turn, then the pairs that stand still, with cosine 1
     and sine sin_pad. Without random numbers and with sin_pad 0 it is RoPE whose slow pairs stand
-    still. The dots stand for batch dimensions, if there are any.
+    still. The dots stand for batch dimensions, if there are any; then cos and sin are (B, 1, T, D).
     """
     # in fp64, since some settings of a GPU round products in fp32
     cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
@@ -129,7 +129,7 @@ def causal_attention(q, k, v, window=None, scale=None):
     """
     Each query attends to its own key and to all keys before it, or to the last `window` keys alone.
     q, k, v: (B, n_head, T, head_dim). With a window it is computed for one block of queries at a
-    time, in O(T window) time and memory.
+    time. This takes O(T window) time, and in training as much memory.
     """
     T = q.size(-2)
     if window is None or window >= T:
@@ -211,7 +211,8 @@ class ALiBi(PositionEmbedding):
         """
         The bias without an attention mask. Softmax ignores what is constant in a row: -m(i - j) is
         +m j, a number for each key, at position j (.., T). Three columns of q and k bring it into
-        their product: j in base 256, past which bf16 has gaps. fp16 has no 65536: q has it.
+        their product: the digits of j in base 256, since bf16 has no odd number above 256. The
+        factor 65536 of the third digit stands in q, since in k it would be too large for fp16.
         """
         key_columns = torch.stack((j // 256 % 256 * 256, j % 256, j // 65536), dim=-1).to(k.dtype)
         slopes = self.slopes.to(q.dtype).view(-1, 1, 1)
@@ -289,13 +290,12 @@ class RoPE(PositionEmbedding):
 class FoPE(RoPE):
     """
     Fourier Position Embedding. RoPE turns pair k at position t by cos(t w_k) and sin(t w_k). FoPE
-    changes three things:
+    changes this in three steps:
 
-    1. Floor. It keeps the frequencies that complete a turn in train_len tokens. There are D.
+    1. Floor. It keeps the D frequencies that complete a turn in train_len tokens.
     2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
-       sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. The coefficient of the
-       pair's own frequency is 1, that of all others is 0. A small random number is added to each of
-       these coefficients, the noise.
+       sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. A coefficient is 1 for the
+       pair's own frequency and 0 for the others, plus a small random number, the noise.
     3. Constants. All pairs after the first K stand still: at every position their cosine is 1, and
        their sine is sin_pad.
 
@@ -313,13 +313,14 @@ class FoPE(RoPE):
 
                                  "released"                              "paper"
         K                        min(D, head_dim/4); with floor=False D  D
-        own frequency of pair k  d = k ceil(D/K); none, if that is >= D  d = k
-        noise                    xavier normal with gain sigma           normal
+        own frequency of pair k  d = k ceil(D/K); none, if this d >= D   d = k
+        noise                    xavier_normal_ of torch, gain sigma      normal
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-        With D = 18 and K = 16, pair 1 has frequency 2, pair 8 has frequency 16, and the pairs from
-        9 on have no frequency of their own: they follow noise.
+        Pairs and frequencies are counted from 0. With D = 18 and K = 16, pair 1 has frequency 2,
+        pair 8 has frequency 16, and the pairs from 9 on have no frequency of their own: they follow
+        noise.
 
     cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
         needs cap=False, so that each frequency stays on the pair that has learned it.
@@ -329,8 +330,8 @@ class FoPE(RoPE):
 
     The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
     a standard deviation. And in Eq. 11-13 the score of query i and key j has one series, which
-    depends on i - j alone. All code, ours too, turns q and k separately, so the score has a product
-    of two series. With noise this product depends on i and on j, not only on i - j.
+    depends on i - j alone. The authors' code and ours turn q and k separately, so the score has a
+    product of two series. With noise this product depends on i and on j, not only on i - j.
     """
 
     def __init__(

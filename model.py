@@ -218,8 +218,8 @@ LOGITS_PER_SLICE = 2**25  # 128 MiB in fp32
 def sliced_logits(x, weight, vocab_size):
     """
     Yields slices of the N rows of x (N, C) and their logits x weight^T, -inf where the vocabulary
-    is only padded. N is halved until one fits: of one size they compile to one graph. On CUDA it is
-    larger, since for each the gradient of all weights is read and written.
+    is only padded. N is halved until a slice fits, since slices of one size compile to one graph.
+    On CUDA slices are larger: each of them reads and writes the gradient of all weights.
     """
     n_rows, most = len(x), LOGITS_PER_SLICE * (8 if x.is_cuda else 1)
     while n_rows * len(weight) > most:

@@ -1,20 +1,21 @@
 r"""
 Why does a longer text break RoPE? Change what far keys show, without training, and the loss falls.
 
-    RoPE with slow, fast or both pairs changed, wrapped or held at train_len (both are said below):
+    RoPE with slow, fast or both kinds of pairs changed ("wrapped" or "held", see below):
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
     the same, held at eleven distances:
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held \
             --conditions places
-    theta 94, FoPE and RoPE-A, with all their pairs wrapped:
+    theta 94 (rope_cycles1), FoPE and RoPE-A, whose frequencies are rounded, with all pairs wrapped:
         python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
             --name others --conditions none near "both, wrapped"
 
-A far key is the key of a token that is train_len tokens back or more. Training had none. In a fast
-pair, which completes turns in training, a far key comes at an angle that training had, too. In a
-slow pair, whose frequency is under FoPE's floor, it comes at a new angle. Is that what hurts? A
-trained model reads a text once as it is. Then it reads the text again, but in the slow pairs, in
-the fast pairs or in both a far key is turned as if it stood at another distance:
+A far key is the key of a token that is train_len tokens back or more. No training text was long
+enough to have one. In a fast pair, which completes turns in training, a far key comes at an angle
+that training had, too. In a slow pair, whose frequency is under FoPE's floor, it comes at a new
+angle. Is that what hurts? A trained model reads a text once as it is. Then it reads the text again,
+but in the slow pairs, in the fast pairs or in both a far key is turned as if it stood at another
+distance:
 
     held at D    at the distance D, the same for all far keys
     wrapped      at a distance from H to 2 H - 1, where H = train_len/2: at H + (d mod H) instead of
@@ -22,20 +23,21 @@ the fast pairs or in both a far key is turned as if it stood at another distance
 
 "none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
 damage of the far keys. Two results matter: how much of the damage is left, and how much attention
-the far keys get, since that is how they do damage.
+the far keys get.
 
 Three predictions were made before the runs. If new angles of slow pairs are the cause, then
 
     1. changing the slow pairs removes more of the damage than changing the fast pairs;
     2. RoPE with theta 94 and FoPE, in which no pair turns slowly, have less damage than RoPE;
-    3. slow pairs held at 1.5, 2 or 3 times train_len, where angles are new, remove less than half
-       of the damage that they remove at 0.5 and 0.75 times. Fast pairs remove about the same there.
+    3. holding the slow pairs at 1.5, 2 or 3 times train_len, where their angles are new, removes
+       less than half of what holding them at 0.5 or 0.75 times removes. Holding the fast pairs
+       removes about as much at all these places.
 
-The second held. The first held for wrapped keys, and for keys held at 0.5 and 0.75 times. It failed
-at 1 time and at an eighth of train_len, where the fast pairs remove more.
-The third held for the slow pairs. It failed for the fast ones, which remove less at 3 times
-train_len. The report has all numbers. "0.5 times" of 512 is 255 here, "1 time" 511: the last
-distance before it.
+The second came true. The first came true for wrapped keys, and for keys held at 0.5 and 0.75 times;
+it failed at an eighth of train_len and at its last distance, where changing the fast pairs removes
+more. The third came true for the slow pairs. It failed for the fast pairs, which remove less at 3
+times train_len. The report has all numbers. (Half of 512 is the distance 255 here, and the last
+distance of training is 511: from half on, a place is one token nearer.)
 """
 
 import math

@@ -265,7 +265,6 @@ KEYS_OF_FIVE = (
 )
 
 
-
 def partial_rotary(name, label, theta):
     """RoPE as many models have it today: half of the pairs turn, the others know no position."""
 

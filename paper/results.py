@@ -174,6 +174,8 @@ def label_of(result):
     if recipe.get("qk_norm"):
         name += " + QK-norm"
     changes = [f"{k}={v}" for k, v in recipe.get("pos_args", {}).items()]
+    if (theta := recipe.get("theta", Recipe.theta)) != Recipe.theta:
+        changes.insert(0, f"theta {theta:g}")
     if scaling := recipe.get("rope_scaling"):
         factor = f"x{scaling['factor']:g}" if "factor" in scaling else "told the length"
         changes.append(f"{scaling.get('kind', 'yarn')} {factor}")

@@ -154,15 +154,16 @@ def test_labels(tmp_path, capsys):
     scaling = {"kind": "yarn", "factor": 4.0, "original_len": 128}
     files = [
         result_file(tmp_path, "perplexity", "rope", 0, 1.0, rope_scaling=scaling),
+        result_file(tmp_path, "perplexity", "rope", 1, 1.0, theta=93.9),
         changed(result_file(tmp_path, "perplexity", "fope", 0, 1.0), label="FoPE, floor of 1024"),
         changed(result_file(tmp_path, "perplexity", "fope", 1, 1.0), label="FoPE, floor of 256"),
         result_file(tmp_path, "perplexity", "kerple", 0, 1.0, qk_norm=True),
     ]
     plot.main([*map(str, files), "--out", str(tmp_path / "fig.png")])
     table = capsys.readouterr().out
-    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:6]]
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:7]]
     floors = ["FoPE, floor of 256", "FoPE, floor of 1024"]  # by their numbers
-    assert labels == ["RoPE (yarn x4)", *floors, "KERPLE + QK-norm"]
+    assert labels == ["RoPE (theta 93.9)", "RoPE (yarn x4)", *floors, "KERPLE + QK-norm"]
     assert (tmp_path / "fig.png").exists()  # the flag had its .png
 
 
