@@ -2,8 +2,8 @@
 A run on disk, and the checks that a run, its data and its weights fit each other.
 
 A run is a folder with checkpoint.pt, which holds the weights, the optimizer, the step, the log and
-the recipe. For people to read, log.jsonl is a copy of the log, and config.json of the recipe and of
-the commit, machine and data. A copy of the tokenizer lies beside them.
+the recipe. For people to read there are copies: log.jsonl has the log, and config.json has the
+recipe, the commit, the machine and the data. A copy of the tokenizer lies beside them.
 """
 
 import json
@@ -40,9 +40,9 @@ def save_checkpoint(folder, model, about=None, **state):
 def load_checkpoint(folder, device="cpu"):
     """
     What save_checkpoint wrote: (model, about, state). model.config is the Recipe. The state's
-    tensors stay on disk until they are used. No code in the file is executed. If the recipe names
-    an embedding in a file of your own, that file is imported. Raises Refused if there is no
-    checkpoint, if it is damaged, or if the model of this code does not fit it.
+    tensors stay on disk until they are used. No code inside checkpoint.pt is executed. But if the
+    recipe names an embedding in a Python file of your own, that Python file is imported. Raises
+    Refused if there is no checkpoint, if it is damaged, or if the model of this code does not fit.
     """
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
@@ -154,7 +154,7 @@ def holds_a_run(folder, given, resume):
     Whether a folder holds a run. given: the flags of train.py that were typed. Raises Refused if
 
         there is a run, but it is not to be resumed;
-        there is something else in the folder;
+        there is no run, but a file that another command has written;
         there is no run to resume, and no flag was typed with which to start one.
     """
     if (folder / "checkpoint.pt").exists():
@@ -172,7 +172,7 @@ def holds_a_run(folder, given, resume):
 def resumed_recipe(folder, started, given):
     """
     `started`, the recipe that a run was started with, changed by the flags that were typed. Raises
-    Refused if one of them may not change.
+    Refused if one of these settings may not change.
     """
     if "rope_scaling" in given:
         given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
@@ -201,7 +201,7 @@ def open_data(recipe, trained=None):
 
 
 def data_fingerprint(data, recipe):
-    """Two numbers that fix which data each step reads."""
+    """The checksum of the data and the number of windows. If both are equal, so are all batches."""
     n_windows = (len(data) - 1) // recipe.train_len
     return {"data_sha256": data.sha256(), "n_windows": n_windows}
 

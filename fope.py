@@ -8,9 +8,9 @@ Position embeddings: everything a token knows about where it is. This file needs
 
     pos = FoPE(head_dim=64, n_head=8, train_len=512)
     q, k = pos.rotate(q, k)       # q, k, v: (B, n_head, T, head_dim), of positions 0 .. T-1
-    y = pos.attend(q, k, v)       # causal attention, fused, in O(T) memory
+    y = pos.attend(q, k, v)       # causal attention, in O(T) memory
 
-An embedding is one nn.Module with three methods. The third is for readers and tests:
+An embedding is one nn.Module with three methods: these two, and one for readers and tests:
 
     scores(q, k)                  # the (B, n_head, T, T) logits of q and k that are NOT rotated
                                   # yet, before mask and softmax: the formula itself, slow
@@ -84,7 +84,7 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
     and sine sin_pad. Without random numbers and with sin_pad 0 it is RoPE whose slow pairs stand
     still. The dots stand for batch dimensions, if there are any; then cos and sin are (B, 1, T, D).
     """
-    # in fp64, since some settings of a GPU round products in fp32
+    # in fp64, since with some settings a GPU makes products of fp32 less exact
     cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
     sin = (sin.double() @ sin_coef.double()).float()
     n_constant = n_pairs - cos.size(-1)
@@ -289,8 +289,8 @@ class RoPE(PositionEmbedding):
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding. RoPE turns pair k at position t by cos(t w_k) and sin(t w_k). FoPE
-    changes this in three steps:
+    Fourier Position Embedding. RoPE turns pair k at position t by the angle t w_k, by its cosine
+    and its sine. FoPE changes this in three steps:
 
     1. Floor. It keeps the D frequencies that complete a turn in train_len tokens.
     2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
@@ -300,7 +300,8 @@ class FoPE(RoPE):
        their sine is sin_pad.
 
     Each head has coefficients of its own: cos_coef and sin_coef (n_head, D, K). The noise is drawn
-    once, from torch's global generator. The coefficients are saved with a model but never trained.
+    once, by torch's global random generator. The coefficients are saved with a model but never
+    trained.
 
     sigma: the size of the noise. sigma=0 has no noise, so it is the floor alone.
     floor: True is the floor of the training length; a longer text does not change it. floor=256 is

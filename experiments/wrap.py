@@ -6,7 +6,7 @@ Why does a longer text break RoPE? Change what far keys show, without training, 
     the same, held at eleven distances:
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held \
             --conditions places
-    theta 94 (rope_cycles1), FoPE and RoPE-A, whose frequencies are rounded, with all pairs wrapped:
+    theta 94 (rope_cycles1), FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
             --name others --conditions none near "both, wrapped"
 
@@ -14,8 +14,8 @@ A far key is the key of a token that is train_len tokens back or more. No traini
 enough to have one. In a fast pair, which completes turns in training, a far key comes at an angle
 that training had, too. In a slow pair, whose frequency is under FoPE's floor, it comes at a new
 angle. Is that what hurts? A trained model reads a text once as it is. Then it reads the text again,
-but in the slow pairs, in the fast pairs or in both a far key is turned as if it stood at another
-distance:
+and now a far key is turned as if it stood at another distance, in the slow pairs, in the fast pairs
+or in both:
 
     held at D    at the distance D, the same for all far keys
     wrapped      at a distance from H to 2 H - 1, where H = train_len/2: at H + (d mod H) instead of
@@ -34,10 +34,10 @@ Three predictions were made before the runs. If new angles of slow pairs are the
        removes about as much at all these places.
 
 The second came true. The first came true for wrapped keys, and for keys held at 0.5 and 0.75 times;
-it failed at an eighth of train_len and at its last distance, where changing the fast pairs removes
-more. The third came true for the slow pairs. It failed for the fast pairs, which remove less at 3
-times train_len. The report has all numbers. (Half of 512 is the distance 255 here, and the last
-distance of training is 511: from half on, a place is one token nearer.)
+it failed at an eighth of train_len and at 511, the last distance of training, where changing the
+fast pairs removes more. The third came true for the slow pairs. It failed for the fast pairs, which
+remove less at 3 times train_len. The report has all numbers. (From half of train_len on, each
+distance is one token less: half of 512 means 255, and 3 times means 1535.)
 """
 
 import math
