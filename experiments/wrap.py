@@ -4,7 +4,7 @@ Why does a longer text break RoPE? Change what far keys show, without training, 
     RoPE with slow, fast or both kinds of pairs changed ("wrapped" or "held", see below):
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
     the same, held at eleven distances:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5} --name held \
+        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held \
             --conditions places
     theta 94 (rope_cycles1), FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \

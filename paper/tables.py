@@ -294,8 +294,8 @@ def cause_table(folder):
     fast pairs show another distance, in %, mean over the models ± half the 95 % interval.
     """
     stored = read_json(Path(folder) / "mechanism" / "wrap_held.json")
-    places = {"0": "0x", "64": "0.12x", "128": "0.25x", "255": "0.5x", "383": "0.75x"}
-    places |= {"511": "", "767": "1.5x", "1023": "2x", "1535": "3x"}
+    places = {"0": "0x", "32": "0.06x", "64": "0.12x", "128": "0.25x", "255": "0.5x"}
+    places |= {"383": "0.75x", "511": "", "767": "1.5x", "1023": "2x", "1279": "2.5x", "1535": "3x"}
     lines = []
     for pairs in ("slow", "fast"):
         cells = []
