@@ -48,6 +48,7 @@ FLOOR = "FoPE, floor alone"
 PERPLEXITY = {name: of for name, (_, *of) in READ.items() if of[0]} | {"floor": ("parts", FLOOR)}
 PASSKEYS = {name: ("enough", PERPLEXITY[name][1]) for name in ("rope", "cycle", "fope", "alibi")}
 PASSKEYS |= {"floor": ("enough", FLOOR)}
+AT_2048 = {name: ("keys", PERPLEXITY[name][1]) for name in ("yarn", "window")}  # not read further
 
 
 def passages(data, length, n):
@@ -131,15 +132,16 @@ def page_numbers(folder):
         page["left"][pairs] = (100 - 100 * np.mean(removed, axis=0)).round().tolist()
     page["perplexity"] = by_length(PERPLEXITY, "perplexity", "perplexity", 1)
     page["passkeys"] = by_length(PASSKEYS, "passkey_anywhere", "accuracy", 100)
+    page["at_2048"] = by_length(AT_2048, "passkey_anywhere", "accuracy", 100, [2048])
     return page
 
 
-def by_length(curves, kind, number, factor):
+def by_length(curves, kind, number, factor, lengths=LENGTHS):
     """{name: [models, mean at each length, ...]} of one number of results/, times a factor."""
     rows = {}
     for name, (figure, label) in curves.items():
         found = load_results([ROOT / "results" / f"{figure}.json"])[kind][label]
-        _, mean, _, n = seed_stats(found, number, LENGTHS)
+        _, mean, _, n = seed_stats(found, number, lengths)
         rows[name] = [n, *(factor * mean).round(2).tolist()]
     return rows
 
