@@ -130,24 +130,23 @@ def excess_table(results, of="RoPE"):
 
 def place_table(results, multiples=(4, 16)):
     """
-    Digits of a task, in % of the trials of all seeds, by the quarter of the text in which the key
-    stands, of texts of so many times the training length. The last quarter is the nearest.
+    Whole passkeys, in % of the trials of all seeds, by whether the key stands nearer than the
+    training length, of texts of so many times that length.
     """
     tables = []
     for by_label in (by_label for task, by_label in results.items() if is_task(task)):
         every = [r for rs in by_label.values() for r in rs]
-        lengths, rows = [n * train_len_of(every) for n in multiples], []
+        train_len, rows = train_len_of(every), []
         for label, rs in by_label.items():
             row = [label, str(len(rs))]
-            for length in lengths:
-                trials = [r["lengths"][length] for r in rs]
-                place = length - np.concatenate([trial["distance"] for trial in trials])
-                right = np.concatenate([trial["share_right"] for trial in trials])
-                quarter = 4 * place // (length + 1)
-                row += [f"{100 * right[quarter == q].mean():.0f}" for q in range(4)]
+            for n in multiples:
+                trials = [r["lengths"][n * train_len] for r in rs]
+                near = np.concatenate([trial["distance"] for trial in trials]) < train_len
+                whole = np.concatenate([trial["share_right"] for trial in trials]) == 1
+                row += [f"{100 * whole[near].mean():.0f}", f"{100 * whole[~near].mean():.0f}"]
             rows.append(row)
-        quarters = [f"{n}: {q}" for n in lengths for q in ("first quarter", "2nd", "3rd", "last")]
-        tables.append(grid([f"{part_of_answer(every)} found, %", "seeds", *quarters], rows))
+        columns = [f"{n * train_len}: {where}" for n in multiples for where in ("near", "far")]
+        tables.append(grid(["whole passkeys found, %", "seeds", *columns], rows))
     return "\n\n".join(tables)
 
 

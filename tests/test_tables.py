@@ -91,17 +91,17 @@ def test_the_excess_over_rope_at_its_training_length(tmp_path):
 
 
 def test_keys_by_their_place(tmp_path):
-    """Of two seeds at 4 times 128 tokens: the key's place is the length without its distance."""
+    """Of two seeds at 4 times 128 tokens: near is nearer than 128, whole is every digit right."""
     results = []
-    for seed, share in ((0, [1, 0.4, 0.2, 0]), (1, [0, 0.2, 0.2, 1])):
+    for seed, share in ((0, [1, 0.4, 0.8, 0]), (1, [0, 0.2, 1, 1])):
         result = json.loads(result_file(tmp_path, "passkey", "fope", seed, 0.5).read_text())
         row = {"accuracy": 0.5, "token_accuracy": 0.5, "answer_nll": 2.3}
-        row |= {"distance": [512, 300, 129, 20], "share_right": share}
-        longer = row | {"distance": [4 * n for n in row["distance"]]}
+        row |= {"distance": [512, 300, 128, 20], "share_right": share}
+        longer = row | {"distance": [2000, 127, 1000, 20]}
         results.append(result | {"lengths": {"512": row, "2048": longer}})
     write(tmp_path / "a.json", results)
     lines = tables.table_of("a", "place", tmp_path).split("\n")
-    assert lines[2] == "| FoPE | 2 |" + " 50 | 30 | 20 | 50 |" * 2
+    assert lines[2] == "| FoPE | 2 | 50 | 33 | 25 | 50 |"
 
 
 def test_primary_comparisons_are_corrected_for_their_number(tmp_path):
