@@ -33,6 +33,7 @@ from paper.figures import DATA, FIGURES, ON_CPU, PRIMARY, SIZES, Model, Read
 from paper.jobs import Job, n_cores, run_jobs
 from paper.results import check_result, compare, identity, is_task, load_results
 from recipe import RECIPES, flag_words, parse_lengths
+from tasks import TASKS
 
 RESULTS = ROOT / "results"
 
@@ -101,7 +102,7 @@ def job_of(figure, model, kind, seed, args):
     if kind != "text" and "text" in figure.kinds and SIZES[args.size].one_for_both:
         name, needs, commands = f"{name} {kind}", name, []  # the text model is asked, too
     script, results = "perplexity" if kind == "text" else "passkey", {}
-    reads = model.reads or (Read("", model.label, {}),)
+    reads = [r for r in model.reads if r.kind in ("", kind)] or [Read("", model.label, {})]
     for corpus, read in itertools.product(figure.corpora if kind == "text" else ("",), reads):
         file = script if kind == "text" else kind
         file = f"{file}_{corpus}.json" if corpus else f"{file}.json"
@@ -122,15 +123,13 @@ def job_of(figure, model, kind, seed, args):
 
 def jobs_of(figure, args):
     """Seed by seed, so that what is stopped early has whole seeds."""
-    passkey_seeds = args.passkey_seeds or args.seeds
-    seeds = {kind: args.seeds if kind == "text" else passkey_seeds for kind in figure.kinds}
     all_kinds = figure.kinds if SIZES[args.size].one_for_both else ()
     return [
         job_of(figure, model, kind, seed, args)
-        for seed in sorted({*args.seeds, *passkey_seeds})
+        for seed in args.seeds
         for kind in figure.kinds
         for model in figure.models
-        if seed in seeds[kind] and kind in (all_kinds or model.kinds or figure.kinds)
+        if kind in (args.kind or kind,) and kind in (all_kinds or model.kinds or figure.kinds)
     ]
 
 
@@ -226,7 +225,7 @@ def main(argv=None):
         "--tokens", type=positive_int, help="training tokens of each model; by default the recipe's"
     )
     add("--seeds", type=some_seeds, default="1", help="5 for the seeds 0 to 4, or 1-10")
-    add("--passkey_seeds", type=some_seeds, help="seeds of passkey models; by default --seeds")
+    add("--kind", choices=("text", *TASKS), help="only models of text, or of this task")
     add("--out", type=Path, help="folder of models and logs; by default runs_out/SIZE")
     add("--results", type=Path, help="folder of the figure and its json; by default --out")
     add("--gather", action="store_true", help="train nothing, draw what is there")
@@ -248,8 +247,8 @@ def main(argv=None):
         figure = replace(figure, models=tuple(models))
     if args.size in ON_CPU:
         args.device = "cpu"  # one model a core there beats one at a time on a GPU
-    if args.passkey_seeds and SIZES[args.size].one_for_both:
-        raise Refused(f"at --size {args.size} one model is asked for both: give --seeds alone")
+    if args.kind and SIZES[args.size].one_for_both:
+        raise Refused(f"at --size {args.size} one model is asked for both: leave --kind out")
     n_tokens = f"_{args.tokens}" if args.tokens else ""
     args.out = (args.out or ROOT / "runs_out" / f"{args.size}{n_tokens}").resolve()
     args.at_once = args.at_once or (n_cores() if args.size in ON_CPU else 1)

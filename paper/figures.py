@@ -20,6 +20,7 @@ class Read:
     name: str  # of its result
     label: str
     changes: dict  # the flags of the evaluation
+    kind: str = ""  # text or a task, if it is not of all
 
 
 @dataclass
@@ -272,20 +273,16 @@ def partial_rotary(name, label, theta):
         turning = rope_freqs(recipe.head_dim // 2, theta).tolist()
         return turning + [0.0] * (recipe.head_dim // 2 - len(turning))
 
-    changes = dict(pos="rope", pos_args=dict(freqs=freqs))
-    to_2048 = Read("", label, dict(lengths="1x,2x,4x"))  # passkeys, as above
-    return (
-        Model(name, changes, label, kinds=("text",)),
-        Model(name, changes, label, kinds=("passkey_anywhere",), reads=(to_2048,)),
-    )
+    passkeys = Read("", label, dict(lengths="1x,2x,4x"), "passkey_anywhere")  # as above
+    return Model(name, dict(pos="rope", pos_args=dict(freqs=freqs)), label, reads=(passkeys,))
 
 
 # Said before they ran: at theta 10,000 some of the turning pairs are slow, so text breaks past 512
 # as RoPE's does; at theta 94 none is, so text stays as FoPE's does, and the pairs that stand still
 # find more passkeys at 2048 than theta 94 does without them.
 PARTIAL = (
-    *partial_rotary("rope_partial", "RoPE, half of the pairs", 10000.0),
-    *partial_rotary("rope_partial94", "RoPE, half of the pairs, theta 94", 93.9),
+    partial_rotary("rope_partial", "RoPE, half of the pairs", 10000.0),
+    partial_rotary("rope_partial94", "RoPE, half of the pairs, theta 94", 93.9),
 )
 
 # The learning rate of the keys' recipe was chosen with FoPE. Does another one teach RoPE or theta

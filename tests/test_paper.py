@@ -27,7 +27,7 @@ paper = importlib.import_module("paper.__main__")
 
 
 def arguments(tmp_path, size="tiny", **more):
-    values = dict(size=size, tokens=None, seeds=range(2), passkey_seeds=None)
+    values = dict(size=size, tokens=None, seeds=range(2), kind=None)
     values |= dict(out=tmp_path, device="cpu", at_once=2)
     return type("Arguments", (), {**values, **more})
 
@@ -135,6 +135,12 @@ def test_the_slowest_pair_of_theta_94_completes_one_cycle(tmp_path):
         cycles = 512 * rope_freqs(64, recipe.theta)[-1] / (2 * math.pi)
         assert cycles == pytest.approx(n, rel=0.01)
     assert "passkey_anywhere/rope_s3" in recipes and "text/rope_s3" not in recipes
+
+
+def test_models_of_one_kind(tmp_path):
+    made = paper.jobs_of(FIGURES["parts"], arguments(tmp_path, kind="passkey"))
+    assert made and all(job.name.startswith("passkey/") for job in made)
+    refuses(paper.main, ["parts", "--size=20M", "--kind=text"], "leave --kind out")
 
 
 @pytest.mark.slow
