@@ -4,7 +4,7 @@ Position embeddings: everything a token knows about where it is. This file needs
     NoPE    nothing but the causal mask
     ALiBi   a penalty on distance, added to the attention logits           (Press et al., 2022)
     RoPE    each pair of query/key dimensions turns at one frequency       (Su et al., 2021)
-    FoPE    slow pairs stand still, the others follow a Fourier series     (Hua et al., ICML 2025)
+    FoPE    slow pairs are stopped, the others follow a Fourier series     (Hua et al., ICML 2025)
 
     pos = FoPE(head_dim=64, n_head=8, train_len=512)
     q, k = pos.rotate(q, k)       # q, k, v: (B, n_head, T, head_dim), of positions 0 .. T-1
@@ -66,7 +66,7 @@ def above_floor(freqs, train_len):
     """
     CF, "clip floor to zero": the frequencies that complete a turn in train_len tokens. A pair with
     a slower one has not shown all its angles in training. The paper sets such a frequency to zero,
-    so that its pair stands still; here it is left out.
+    so that its pair is stopped; here it is left out.
     """
     return freqs[freqs >= 2 * math.pi / train_len]
 
@@ -80,9 +80,9 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
 
     cos, sin (.., T, D): rotation_tables of the D frequencies above the floor. Coefficients (n_head,
     D, K): 1 for a pair's own frequency, plus small random numbers, never trained. Returns two (..,
-    n_head, T, n_pairs): first the K pairs that turn, then the pairs that stand still, with cosine 1
-    and sine sin_pad. Without random numbers and with sin_pad 0 it is RoPE whose slow pairs stand
-    still. The dots stand for batch dimensions, if there are any; then cos and sin are (B, 1, T, D).
+    n_head, T, n_pairs): first the K pairs that turn, then the stopped pairs, with cosine 1 and sine
+    sin_pad. Without random numbers and with sin_pad 0 it is RoPE whose slow pairs are stopped. The
+    dots stand for batch dimensions, if there are any; then cos and sin are (B, 1, T, D).
     """
     # in fp64, since with some settings a GPU makes products of fp32 less exact
     cos = (cos.double() @ cos_coef.double()).float()  # (n_head, T, K)
@@ -95,7 +95,7 @@ def fourier_tables(cos, sin, cos_coef, sin_coef, n_pairs, sin_pad):
 
 EXAMPLE = """
 Eight dimensions are four pairs, with frequencies 1, 0.1, 0.01, 0.001. Trained at 64 tokens, a turn
-needs w >= 2 pi / 64 = 0.098: two pairs turn, two stand still.
+needs w >= 2 pi / 64 = 0.098: two pairs turn, two are stopped.
 
     >>> freqs = above_floor(rope_freqs(8), train_len=64)
     >>> freqs
@@ -292,11 +292,12 @@ class FoPE(RoPE):
     Fourier Position Embedding. RoPE turns pair k at position t by the angle t w_k, by its cosine
     and its sine. FoPE changes this in three steps:
 
-    1. Floor. It keeps the D frequencies that complete a turn in train_len tokens.
+    1. Floor. It keeps the D frequencies that complete a turn in train_len tokens: of the 32 in a
+       head of 64 dimensions, and trained at 512 tokens, these are 16.
     2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
        sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. A coefficient is 1 for the
        pair's own frequency and 0 for the others, plus a small random number, the noise.
-    3. Constants. All pairs after the first K stand still: at every position their cosine is 1, and
+    3. Constants. All pairs after the first K are stopped: at every position their cosine is 1, and
        their sine is sin_pad.
 
     Each head has coefficients of its own: cos_coef and sin_coef (n_head, D, K). The noise is drawn
@@ -319,20 +320,21 @@ class FoPE(RoPE):
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-        Pairs and frequencies are counted from 0. With D = 18 and K = 16, pair 1 has frequency 2,
-        pair 8 has frequency 16, and the pairs from 9 on have no frequency of their own: they follow
-        noise.
+        Pairs and frequencies are counted from 0. If D = K, as at 512 tokens, pair k has frequency
+        k. At 1024 tokens D = 18 and K = 16: then pair 1 has frequency 2, pair 8 has frequency 16,
+        and the pairs from 9 on have no frequency of their own, but noise alone.
 
     cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
         needs cap=False, so that each frequency stays on the pair that has learned it.
-    sin_pad: the sine of the pairs that stand still; by default the variant's. With sin_pad=1 such a
+    sin_pad: the sine of the stopped pairs; by default the variant's. With sin_pad=1 such a
         pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
         doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
 
     The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
     a standard deviation. And in Eq. 11-13 the score of query i and key j has one series, which
     depends on i - j alone. The authors' code and ours turn q and k separately, so the score has a
-    product of two series. With noise this product depends on i and on j, not only on i - j.
+    product of two series. With noise this product depends on i and on j, not only on i - j: it
+    loses what makes RoPE a relative embedding.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ CHECKS = [
      lambda: [("train", 0, "above_floor", freqs(20), 300)]),
     (4, 3, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
      lambda: [series(5, 0.0, T) for T in (1, 40, 200)]),
-    (4, 2, "constant pairs", "The pairs that stand still come last: cosine 1, sine sin_pad.",
+    (4, 2, "stopped pairs", "The stopped pairs come last: cosine 1, sine sin_pad.",
      lambda: [series(n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
     (4, 1, "identity", "Where there are as many series as frequencies, weight 1 is at d = k.",
      lambda: [("FoPE.identity", fields, n, n) for fields in (PAPER, RELEASED)

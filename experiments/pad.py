@@ -1,5 +1,5 @@
 """
-What does it cost to read FoPE with another sine of the constant pairs than it was trained with?
+What does it cost to read FoPE with another sine of the stopped pairs than it was trained with?
 
     python experiments/pad.py runs_out/tiny/text/fope_s*        one recipe, any seeds; minutes
 
@@ -42,7 +42,7 @@ def losses(run):
     model, _, _ = load_checkpoint(run)
     recipe = model.config
     if recipe.pos != "fope" or model.blocks[0].attn.pos.sin_pad != 1:
-        raise Refused(f"{run} is no FoPE whose constant pairs have sine 1")
+        raise Refused(f"{run} is no FoPE whose stopped pairs have sine 1")
     models = model, with_pos(model, recipe.changed(pos_args={"sin_pad": 0.0}))
     windows = spread_windows(TokenData(recipe.data, "val"), 8 * recipe.train_len, 16)
     return {

@@ -18,8 +18,8 @@ and now a far key is turned as if it stood at another distance, in the slow pair
 or in both:
 
     held at D    at the distance D, the same for all far keys
-    wrapped      at a distance from H to 2 H - 1, where H = train_len/2: at H + (d mod H) instead of
-                 its own distance d. Training had all these distances.
+    wrapped      instead of its own distance d at H + (d mod H), where H = train_len/2. At 512 this
+                 is a distance from 256 to 511, which training had.
 
 "none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
 damage of the far keys. Two results matter: how much of the damage is left, and how much attention
@@ -37,7 +37,7 @@ The second came true. The first came true for wrapped keys, and for keys held at
 it failed at an eighth of train_len and at 511, the last distance of training, where changing the
 fast pairs removes more. The third came true for the slow pairs. It failed for the fast pairs, which
 remove less at 3 times train_len. The report has all numbers. (From half of train_len on, each
-distance is one token less: half of 512 means 255, and 3 times means 1535.)
+distance is one token less: 0.5 times 512 means 255, and 3 times means 1535.)
 """
 
 import math

@@ -62,7 +62,7 @@ def markdown_table(results, to="FoPE", only_differences=False):
         names |= dict(task=task, corpus=kind.removeprefix("perplexity"))
         where = ", question anywhere" if task != kind else ""
         lengths, train_len = sorted({n for r in every for n in r["lengths"]}), train_len_of(every)
-        columns = ["seeds", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
+        columns = ["models", *(f"{n} ({n / train_len:g}x)" for n in lengths)]
         measure = "task" if is_task(kind) else "perplexity"
         for title, *number in [] if only_differences else ROWS[measure]:
             rows = [[label, *mean_cells(rs, lengths, *number)] for label, rs in by_label.items()]
@@ -124,7 +124,7 @@ def excess_table(results, of="RoPE"):
                 cells.append(f"{values.mean():.3f} ± {half_interval(values):.3f}")
             rows.append([label, str(len(paired)), *cells])
         title = f"nats above {of} at {train_len}{kind.removeprefix('perplexity')}"
-        tables.append(grid([title, "seeds", *map(str, lengths)], rows) if rows else "")
+        tables.append(grid([title, "models", *map(str, lengths)], rows) if rows else "")
     return "\n\n".join(filter(None, tables))
 
 
@@ -146,7 +146,7 @@ def place_table(results, multiples=(4, 16)):
                 row += [f"{100 * whole[near].mean():.0f}", f"{100 * whole[~near].mean():.0f}"]
             rows.append(row)
         columns = [f"{n * train_len}: {where}" for n in multiples for where in ("near", "far")]
-        tables.append(grid(["whole passkeys found, %", "seeds", *columns], rows))
+        tables.append(grid(["whole passkeys found, %", "models", *columns], rows))
     return "\n\n".join(tables)
 
 
@@ -160,7 +160,7 @@ def primary_table(rows):
         mean, half = (f"{factor * r[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         difference = f"{r['label']} minus {r['to']}, {name} at {r['length']} ({r['figure']})"
         lines.append([difference, str(r["seeds"]), f"{mean} ± {half[1:]}", f"{r['p_holm']:.2g}"])
-    return grid(["primary comparison", "seeds", "difference", "p (Holm)"], lines)
+    return grid(["primary comparison", "models", "difference", "p (Holm)"], lines)
 
 
 def bench_table(result):
