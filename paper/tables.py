@@ -205,7 +205,7 @@ HEADLINE = {
     "RoPE, theta 94": "RoPE with theta 94",
     "FoPE": "FoPE",
     "FoPE, floor alone": "FoPE, the floor alone",
-    "p-RoPE, p = 0.5": "the floor alone, nothing counts double",
+    "p-RoPE, p = 0.5": "the floor alone, stopped pairs count once",
     "ALiBi": "ALiBi",
 }
 
