@@ -255,10 +255,10 @@ UNTRAINED = (
     replace(THETA_94, reads=(with_window(THETA_94.label),)),
 )
 UNTRAINED = tuple(replace(m, kinds=("text",)) for m in UNTRAINED)
-# Past 2048 there is next to nothing to find, and reading is slow. RoPE as it is stands in "enough".
+# Past 2048 there is next to nothing to find, and reading is slow. The RoPE of "enough" are others.
 READ_KEYS = tuple(
     replace(read, changes=read.changes | dict(lengths="1x,2x,4x"))
-    for read in (*SCALED, with_window("RoPE"))
+    for read in (Read("plain", "RoPE, newer models", {}), *SCALED, with_window("RoPE"))
 )
 KEYS_OF_FIVE = (
     Model("rope", dict(pos="rope"), reads=READ_KEYS),
