@@ -30,8 +30,8 @@ def evaluation_parser(doc):
     add = parser.add_argument
     add("run", type=Path, help="the --out folder of a training run")
     add("--lengths", help="1x,4x of the training length, or 128,256; by default the recipe's")
-    add("--out", type=Path, help="json file of the result; by default it lies in the run's folder")
-    add("--label", help="the model's name in figures and tables; by default its embedding's")
+    add("--out", type=Path, help="json file of the result; by default in the run's folder")
+    add("--label", help="name in figures and tables; by default what is special about the model")
     common.add_device_flag(parser)
     keywords = dict(nargs="*", metavar="K=V", action=Keywords, default={})
     add("--pos_args", **keywords, help="changed keywords of the embedding, such as window=512")

@@ -12,11 +12,11 @@ Position embeddings: everything a token knows about where it is. This file needs
 
 An embedding is one nn.Module with three methods: these two, and one for readers and tests:
 
-    scores(q, k)                  # the (B, n_head, T, T) logits of q and k that are NOT rotated
-                                  # yet, before mask and softmax: the formula itself, slow
+    scores(q, k)                  # the formula itself, slow: from q and k that are NOT rotated yet
+                                  # the logits (B, n_head, T, T), before mask and softmax
 
 To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
-into POSITION_EMBEDDINGS, as baselines.py does. What it cannot do, it says by raising PositionError.
+into POSITION_EMBEDDINGS, as baselines.py does. It raises PositionError for what it cannot do.
 An embedding that is added to the input x, as learned absolute positions are, has no place in this
 interface: it would be a line in GPT.forward.
 
@@ -294,9 +294,10 @@ class FoPE(RoPE):
 
     1. Floor. It keeps the D frequencies that complete a turn in train_len tokens: of the 32 in a
        head of 64 dimensions, and trained at 512 tokens, these are 16.
-    2. Series. In the first K pairs a sum over all kept frequencies takes the place of the cosine,
-       sum over d of cos(t w_d) cos_coef[d, k], and likewise of the sine. A coefficient is 1 for the
-       pair's own frequency and 0 for the others, plus a small random number, the noise.
+    2. Series. In the first K pairs (K = D, but at most head_dim/4) a sum over all kept frequencies
+       takes the place of the cosine, sum over d of cos(t w_d) cos_coef[d, k], and likewise of the
+       sine. A coefficient is 1 for the pair's own frequency and 0 for the others, plus a small
+       random number, the noise.
     3. Constants. All pairs after the first K are stopped: at every position their cosine is 1, and
        their sine is sin_pad.
 
@@ -304,7 +305,8 @@ class FoPE(RoPE):
     once, by torch's global random generator. The coefficients are saved with a model but never
     trained.
 
-    sigma: the size of the noise. sigma=0 has no noise, so it is the floor alone.
+    sigma: the size of the noise. sigma=0 has no noise. If D is not over head_dim/4, or with
+        cap=False, it is the floor alone.
     floor: True is the floor of the training length; a longer text does not change it. floor=256 is
         the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
         series alone.
@@ -322,10 +324,12 @@ class FoPE(RoPE):
 
         Pairs and frequencies are counted from 0. If D = K, as at 512 tokens, pair k has frequency
         k. At 1024 tokens D = 18 and K = 16: then pair 1 has frequency 2, pair 8 has frequency 16,
-        and the pairs from 9 on have no frequency of their own, but noise alone.
+        and the pairs from 9 on have no frequency of their own, but noise alone; with sigma=0 they
+        are zero.
 
     cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
-        needs cap=False, so that each frequency stays on the pair that has learned it.
+        needs cap=False, so that each frequency stays on the pair that has learned it; --init_from
+        sets it.
     sin_pad: the sine of the stopped pairs; by default the variant's. With sin_pad=1 such a
         pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
         doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.

@@ -10,9 +10,9 @@ Text to token shards.
 
 A local source is any number of .txt files (one document each), .json and .jsonl files (objects with
 a "text"), their .gz, and folders of these, without what is hidden in them. Documents are split into
-training and validation by a hash of their text; of a few, or where one is most of the text, the end
-of each is for validation. An end of text follows each. The shard format is in data.py. What was
-killed starts anew.
+training and validation by a hash of their text. If there are few, or one is most of the text, the
+end of each is for validation. An end of text follows each. The shard format is in data.py. If it is
+interrupted, it starts from the beginning.
 """
 
 import base64
@@ -359,7 +359,7 @@ def parse_args(argv):
     add("--shards", default="0", help="which files of c4 (0-1023) or gutenberg (0-2), such as 0-3")
     add("--unwrap", action="store_true", help="join the lines of a paragraph, as books need it")
     add("--max_tokens", type=positive_int, help="stop after this many training tokens")
-    add("--val_frac", type=float, default=0.05, help="for validation (c4 has a file of its own)")
+    add("--val_frac", type=float, default=0.05, help="share for validation (%(default)s; not c4)")
     add(
         "--tokenizer",
         default="",
@@ -367,7 +367,7 @@ def parse_args(argv):
         "hub, byte for less than 1 MB of text, else bpe:2048",
     )
     add("--out", required=True, type=Path, help="folder for the shards, such as data/sotu")
-    add("--shard_tokens", type=positive_int, default=100_000_000, help="tokens per shard, about")
+    add("--shard_tokens", type=positive_int, default=10**8, help="tokens per shard (%(default)s)")
     args = parser.parse_args(argv)
     if "" in args.source or args.out == Path():  # "$FOLDER", which is not set
         raise Refused("--source and --out must have a name")

@@ -1,7 +1,7 @@
 """
 Text from a trained model, printed as it comes.
 
-    python sample.py runs_out/tiny/text/fope_s0 --prompt "My fellow citizens" --max_new_tokens 200
+    python sample.py runs_out/fope --prompt "My fellow citizens" --max_new_tokens 200
 """
 
 import codecs
@@ -21,11 +21,11 @@ def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("run", help="the --out folder of a training run")
-    add("--prompt", action="append", help="the text to go on with; several take one start")
-    add("--max_new_tokens", type=positive_int, default=200, help="%(default)s")
+    add("--prompt", action="append", help="the text to go on with; may be given several times")
+    add("--max_new_tokens", type=positive_int, default=200, help="length (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
-    add("--top_k", type=positive_int, help="draw from the k likeliest tokens alone")
-    add("--seed", type=seed_int, default=0, help="of the draws")
+    add("--top_k", type=positive_int, help="draw from the k likeliest tokens, not from all")
+    add("--seed", type=seed_int, default=0, help="seed of the draws (%(default)s)")
     common.add_device_flag(parser)
     args = parser.parse_args(argv)
     if not args.temperature >= 0:

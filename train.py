@@ -75,7 +75,7 @@ def parse_args(argv):
     return args, given
 
 
-# --- how a model comes into being
+# --- a new model, or a stored one
 
 
 def make_model(run, given, resume, device):
@@ -108,7 +108,7 @@ def make_model(run, given, resume, device):
 
 
 def make_optimizer(model, recipe):
-    """AdamW with the paper's numbers. initial_lr is the peak of a group's rate, in any group."""
+    """AdamW with the paper's numbers. Each group needs initial_lr, the peak of its rate."""
     groups = [{"params": list(model.parameters()), "initial_lr": recipe.lr}]
     return torch.optim.AdamW(
         groups,
@@ -235,7 +235,7 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
             loss = accumulate_gradients(model, batch, n_micro)
             batch = batches.batch(step + 1, device)
 
-            # two numbers of all processes: the mean loss, and whether one of them was told to stop
+            # over all processes: the mean loss, and whether one of them was told to stop
             told_to_stop = torch.full_like(loss, run.signum)
             agreed = torch.stack((loss / common.world_size(), told_to_stop))
             agreed = common.all_reduce_sum(agreed)

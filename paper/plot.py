@@ -2,10 +2,11 @@
 Results to figures and Markdown tables.
 
     python -m paper.plot results/figure1.json                         results/figure1.png, its table
-    python -m paper.plot runs_out/rope/*.json runs_out/fope/*.json --out runs_out/mine
+    python -m paper.plot runs_out/{rope,fope}/perplexity.json --out runs_out/mine
     python -m paper.plot --tables README.md results/*.md                       their tables, anew
 
-Seeds of one label are drawn as their mean, with the standard deviation or each as a dot around it.
+Models that differ in their seed alone are drawn as their mean: on text with a band of one standard
+deviation, on passkeys with a dot for each model.
 """
 
 import csv

@@ -224,7 +224,7 @@ def summary_rows(folder):
     return rows
 
 
-def cells_to_cite(folder, titles, lengths, with_interval=True):
+def cells_to_cite(folder, titles, lengths):
     """{label: {(title, length): a cell, title: the number of models}} of summary_rows."""
     found = {}
     for label, title, length, n_models, mean, half in summary_rows(folder):
@@ -232,7 +232,7 @@ def cells_to_cite(folder, titles, lengths, with_interval=True):
             cells = found.setdefault(label, {})
             cells[title] = str(n_models)
             if length in lengths:
-                cells[title, length] = f"{mean} ± {half}" if half and with_interval else mean
+                cells[title, length] = f"{mean} ± {half}" if half else mean
     return found
 
 
@@ -269,9 +269,9 @@ def keys_table(folder):
 def headline_table(folder):
     """README's: how well text is read at 512 and 8192, how many whole passkeys are found."""
     columns = [("perplexity", 512), ("perplexity", 8192)]
-    columns += [("% of whole passkeys", 512), ("% of whole passkeys", 2048)]
+    columns += [("% of whole passkeys", n) for n in (512, 2048, 8192)]
     titles = ("perplexity", "% of whole passkeys")
-    found = cells_to_cite(folder, titles, (512, 2048, 8192), with_interval=False)
+    found = cells_to_cite(folder, titles, (512, 2048, 8192))
     rows = []
     for label, name in HEADLINE.items():
         if cells := found.get(label):
@@ -280,7 +280,8 @@ def headline_table(folder):
         "perplexity at 512",
         "at 8192",
         "whole passkeys found at 512, %",
-        "at 2048, %",
+        "at 2048",
+        "at 8192",
         "models for text",
         "for passkeys",
     ]
