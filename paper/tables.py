@@ -266,26 +266,24 @@ def keys_table(folder):
     return cited_table(folder, titles, {titles[0]: "models"})
 
 
+def rows_to_cite(folder, names, columns, titles):
+    """Rows for these labels, by {label: name}: the numbers of columns, then how many models."""
+    found = cells_to_cite(folder, titles, {length for _, length in columns})
+    return [
+        [name, *(found[label].get(column, "-") for column in (*columns, *titles))]
+        for label, name in names.items()
+        if label in found
+    ]
+
+
 def headline_table(folder):
     """README's: how well text is read at 512 and 8192, how many whole passkeys are found."""
-    columns = [("perplexity", 512), ("perplexity", 8192)]
-    columns += [("% of whole passkeys", n) for n in (512, 2048, 8192)]
     titles = ("perplexity", "% of whole passkeys")
-    found = cells_to_cite(folder, titles, (512, 2048, 8192))
-    rows = []
-    for label, name in HEADLINE.items():
-        if cells := found.get(label):
-            rows.append([name, *(cells.get(column, "-") for column in (*columns, *titles))])
-    names = [
-        "perplexity at 512",
-        "at 8192",
-        "whole passkeys found at 512, %",
-        "at 2048",
-        "at 8192",
-        "models for text",
-        "for passkeys",
-    ]
-    return grid(["", *names], rows)
+    columns = [(title, n) for title in titles for n in (512, 2048, 8192)]
+    columns.remove(("perplexity", 2048))
+    names = ["perplexity at 512", "at 8192", "whole passkeys found at 512, %", "at 2048", "at 8192"]
+    names += ["models for text", "for passkeys"]
+    return grid(["", *names], rows_to_cite(folder, HEADLINE, columns, titles))
 
 
 def cause_table(folder):
@@ -324,12 +322,8 @@ UNTRAINED = {  # the rows of the table: a label, and its name there
 
 def untrained_table(folder, lengths=(512, 1024, 2048, 4096, 8192)):
     """Nats per byte of RoPE models that read otherwise than they were trained, and of others."""
-    found, title = cells_to_cite(folder, ("nats per byte",), lengths), "nats per byte"
-    rows = [
-        [name, *(found[label][title, n] for n in lengths), found[label][title]]
-        for label, name in UNTRAINED.items()
-        if label in found
-    ]
+    columns = [("nats per byte", n) for n in lengths]
+    rows = rows_to_cite(folder, UNTRAINED, columns, ("nats per byte",))
     return grid(["nats per byte", *(f"{n} ({n // 512}x)" for n in lengths), "models"], rows)
 
 
