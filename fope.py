@@ -305,8 +305,8 @@ class FoPE(RoPE):
     once, by torch's global random generator. The coefficients are saved with a model but never
     trained.
 
-    sigma: the size of the noise. sigma=0 has no noise. If D is not over head_dim/4, or with
-        cap=False, it is the floor alone.
+    sigma: the size of the noise. With sigma=0 there is no noise. Then the floor alone is left,
+        provided that K = D; cap=False makes sure of it.
     floor: True is the floor of the training length; a longer text does not change it. floor=256 is
         the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
         series alone.
@@ -322,10 +322,10 @@ class FoPE(RoPE):
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-        Pairs and frequencies are counted from 0. If D = K, as at 512 tokens, pair k has frequency
-        k. At 1024 tokens D = 18 and K = 16: then pair 1 has frequency 2, pair 8 has frequency 16,
-        and the pairs from 9 on have no frequency of their own, but noise alone; with sigma=0 they
-        are zero.
+        Pairs and frequencies are counted from 0. The second row says that pair k starts from
+        frequency number d. If D = K, as at 512 tokens, this is number k. At 1024 tokens D = 18 and
+        K = 16: then pair 1 has frequency 2, pair 8 has frequency 16, and the pairs from 9 on have
+        no frequency of their own, but noise alone; with sigma=0 they are zero.
 
     cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
         needs cap=False, so that each frequency stays on the pair that has learned it; --init_from

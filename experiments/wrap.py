@@ -21,9 +21,10 @@ or in both:
     wrapped      instead of its own distance d at H + (d mod H), where H = train_len/2. At 512 this
                  is a distance from 256 to 511, which training had.
 
-"none" changes nothing and "near" hides all far keys. The loss of "none" minus that of "near" is the
-damage of the far keys. Two results matter: how much of the damage is left, and how much attention
-the far keys get.
+"none" changes nothing, and "near" masks all far keys, so that the model cannot see them. The loss
+of "none" minus that of "near" is the damage of the far keys. Two results matter: how much of the
+damage is left, and how much attention the far keys get. Mostly they rise and fall together, but
+where far keys get equal attention, a new angle does more damage than a known one.
 
 Three predictions were made before the runs. If new angles of slow pairs are the cause, then
 
@@ -36,8 +37,9 @@ Three predictions were made before the runs. If new angles of slow pairs are the
 The second came true. The first came true for wrapped keys, and for keys held at 0.5 and 0.75 times;
 it failed at an eighth of train_len and at 511, the last distance of training, where changing the
 fast pairs removes more. The third came true for the slow pairs. It failed for the fast pairs, which
-remove less at 3 times train_len. The report has all numbers. (From half of train_len on, each
-distance is one token less: 0.5 times 512 means 255, and 3 times means 1535.)
+remove less at 3 times train_len. results/README.md has all numbers. (From half of train_len on,
+each distance is one token less: 0.5 times 512 means 255, and 3 times means 1535. "held" without a
+number means 511, the last distance of training.)
 """
 
 import math
