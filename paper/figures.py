@@ -256,23 +256,39 @@ UNTRAINED = (
     replace(THETA_94, reads=(with_window(THETA_94.label),)),
 )
 UNTRAINED = tuple(replace(m, kinds=("text",)) for m in UNTRAINED)
-# Past 2048 there is next to nothing to find, and reading is slow. The RoPE of "enough" are others.
+# Passkeys: past 2048 there is next to nothing to find, and reading is slow. "Newer models" are not
+# those of "enough", which were trained on another machine.
+#
 # A longer text has more tokens that share the attention. YaRN's temperature multiplies the scores
 # by (0.1 ln(factor) + 1)^2, at 2048 by 1.30, which sharpens it. One FoPE model that was read so, by
 # kind=slow, which changes no frequency of FoPE, went from 36 to 80 % at 2048. Said then, before any
 # other was read: another FoPE model gains 20 points or more, too, and so does RoPE with YaRN, the
 # mean of eight; the one model of theta 94 that has learned the task stays under 50 %.
-READ_KEYS = tuple(
-    replace(read, changes=read.changes | dict(lengths="1x,2x,4x"))
-    for read in (
-        Read("plain", "RoPE, newer models", {}),
-        *(*SCALED, WITH_TEMPERATURE),
-        with_window("RoPE"),
-    )
-)
+
+
+def to_2048(*reads):
+    return tuple(replace(read, changes=read.changes | dict(lengths="1x,2x,4x")) for read in reads)
+
+
+def with_temperature(label):
+    scaling = dict(kind="slow", temperature=True)
+    return Read("temperature", f"{label}, with temperature", dict(rope_scaling=scaling))
+
+
+def as_it_is(label):
+    return Read("plain", f"{label}, newer models", {})
+
+
 KEYS_OF_FIVE = (
-    Model("rope", dict(pos="rope"), reads=READ_KEYS),
-    *(THETA_94, *plain("alibi", "fope"), CF),
+    Model(
+        "rope",
+        dict(pos="rope"),
+        reads=to_2048(as_it_is("RoPE"), *SCALED, WITH_TEMPERATURE, with_window("RoPE")),
+    ),
+    Model("fope", dict(pos="fope"), reads=to_2048(as_it_is("FoPE"), with_temperature("FoPE"))),
+    replace(THETA_94, reads=to_2048(as_it_is(THETA_94.label), with_temperature(THETA_94.label))),
+    *plain("alibi"),
+    CF,
 )
 
 
