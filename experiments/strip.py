@@ -33,12 +33,13 @@ LENGTHS = [512, 1024, 2048, 4096, 8192]  # of the charts
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 STEP = 0.125  # nats; the page holds a loss as one of 64 digits, a whole number of these
 PUT_BACK = {"slow": "slow, held 0.5x", "new": "slow, held 1.5x", "fast": "fast, held 0.5x"}
+YARN = "RoPE, YaRN told the length"
 READ = {  # name on the page: name of the run, figure and label in results/
     "rope": ("rope", "figure1", "RoPE"),
     "slow": ("rope", None, PUT_BACK["slow"]),
     "new": ("rope", None, PUT_BACK["new"]),
     "fast": ("rope", None, PUT_BACK["fast"]),
-    "yarn": ("rope", "untrained", "RoPE, YaRN told the length"),
+    "yarn": ("rope", "untrained", YARN),
     "window": ("rope", "untrained", "RoPE, window of 512"),
     "cycle": ("rope_cycles1", "enough", "RoPE, theta 94"),
     "fope": ("fope", "figure1", "FoPE"),
@@ -48,7 +49,7 @@ FLOOR = "FoPE, floor alone"
 PERPLEXITY = {name: of for name, (_, *of) in READ.items() if of[0]} | {"floor": ("parts", FLOOR)}
 PASSKEYS = {name: ("enough", PERPLEXITY[name][1]) for name in ("rope", "cycle", "fope", "alibi")}
 PASSKEYS |= {"floor": ("enough", FLOOR)}
-AT_2048 = {name: ("keys", PERPLEXITY[name][1]) for name in ("yarn", "window")}  # not read further
+AT_2048 = {"yarn": ("keys", f"{YARN}, with temperature"), "yarn_alone": ("keys", YARN)}
 
 
 def passages(data, length, n):

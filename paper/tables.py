@@ -203,10 +203,13 @@ CITED = {  # of each kind its numbers: title, name in the json, factor, digits
 # the rows of README's table: a label, and its name there
 HEADLINE = {
     "RoPE": "RoPE",
-    "RoPE, YaRN told the length": "trained as RoPE, reads with YaRN",
+    "RoPE, newer models": "RoPE, other models for passkeys",
+    "RoPE, YaRN told the length, with temperature": "trained as RoPE, reads with YaRN",
+    "RoPE, YaRN told the length": "the same without its temperature",
     "RoPE, window of 512": "trained as RoPE, reads with a window of 512",
     "RoPE, theta 94": "RoPE with theta 94",
     "FoPE": "FoPE",
+    "FoPE, with temperature": "trained as FoPE, reads with YaRN's temperature",
     "FoPE, floor alone": "FoPE, the floor alone",
     "p-RoPE, p = 0.5": "the floor alone, stopped pairs count once",
     "ALiBi": "ALiBi",
