@@ -201,14 +201,16 @@ def rope_scaling(
     is original_len, whatever the model is trained at now. model.make_pos calls this with
     GPTConfig.rope_scaling.
 
-    kind: "yarn", "ntk", "slow" or "interpolate", the functions above. temperature: multiply q and k
-    by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE authors' code leaves that out.
+    kind: "yarn", "ntk", "slow" or "interpolate", the functions above, or "none". temperature:
+    multiply q and k by 0.1 ln(factor) + 1, as YaRN's paper does; the FoPE authors' code leaves that
+    out.
     """
     scales = {
         "yarn": partial(yarn, original_len=original_len, head_dim=head_dim, theta=theta),
         "ntk": partial(ntk, head_dim=head_dim, theta=theta),
         "slow": partial(slow_down, original_len=original_len),
         "interpolate": interpolate,
+        "none": lambda freqs, factor: freqs,
     }
     if kind not in scales:
         raise PositionError(f"kind must be one of {', '.join(scales)}, not {kind}")

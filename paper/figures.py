@@ -270,8 +270,8 @@ def to_2048(*reads):
     return tuple(replace(read, changes=read.changes | dict(lengths="1x,2x,4x")) for read in reads)
 
 
-def with_temperature(label):
-    scaling = dict(kind="slow", temperature=True)
+def with_temperature(label, kind="slow"):
+    scaling = dict(kind=kind, temperature=True)
     return Read("temperature", f"{label}, with temperature", dict(rope_scaling=scaling))
 
 
@@ -283,7 +283,12 @@ KEYS_OF_FIVE = (
     Model(
         "rope",
         dict(pos="rope"),
-        reads=to_2048(as_it_is("RoPE"), *SCALED, WITH_TEMPERATURE, with_window("RoPE")),
+        reads=to_2048(
+            as_it_is("RoPE"),
+            *(*SCALED, WITH_TEMPERATURE),
+            with_temperature("RoPE", kind="none"),  # is the temperature enough without YaRN?
+            with_window("RoPE"),
+        ),
     ),
     Model("fope", dict(pos="fope"), reads=to_2048(as_it_is("FoPE"), with_temperature("FoPE"))),
     replace(THETA_94, reads=to_2048(as_it_is(THETA_94.label), with_temperature(THETA_94.label))),
