@@ -38,8 +38,8 @@ def evaluation_parser(doc):
     add(
         "--rope_scaling",
         **keywords,
-        help="lower frequencies without training: kind=yarn, ntk, slow or interpolate; factor=4, "
-        "or by default the length that is read, divided by the training length",
+        help="lower frequencies without training: kind=yarn, ntk, slow, interpolate or none; "
+        "temperature=true; factor=4, or by default the length that is read / the training length",
     )
     return parser
 
