@@ -3,9 +3,8 @@ What a run is: one dataclass, Recipe, and one table of named recipes, RECIPES.
 
 A Recipe holds what defines a run, but for the constants of train.make_optimizer: the model, its
 data, how the model is trained, and how it is evaluated. Each field but two, which the data decide,
-is a flag of train.py, and --preset names a recipe of the table. A run stores
-its whole recipe, which --resume and the evaluations read. A figure in paper/ is a list of changes
-to a recipe.
+is a flag of train.py, and --preset names a recipe of the table. A run stores its whole recipe,
+which --resume and the evaluations read. A figure in paper/ is a list of changes to a recipe.
 
     recipe = RECIPES["tiny"].changed(pos="rope", seed=1)
     model = GPT(recipe)

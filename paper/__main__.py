@@ -129,7 +129,7 @@ def jobs_of(figure, args):
         for seed in args.seeds
         for kind in figure.kinds
         for model in figure.models
-        if kind in (args.kind or kind,) and kind in (all_kinds or model.kinds or figure.kinds)
+        if kind == (args.kind or kind) and kind in (all_kinds or model.kinds or figure.kinds)
     ]
 
 

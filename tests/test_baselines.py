@@ -145,12 +145,15 @@ def test_slow_pairs_alone_are_slowed_down():
 
 
 @pytest.mark.parametrize("name", ["rope", "fope"])
-def test_yarn_temperature_multiplies_the_logits(name):
+@pytest.mark.parametrize("kind", ["yarn", "none"])
+def test_the_temperature_multiplies_the_logits(kind, name):
     q, k, _ = draw_qkv(30)
-    scaling = {"kind": "yarn", "factor": 4.0, "original_len": 40}
+    scaling = {"kind": kind, "factor": 4.0, "original_len": 40}
     plain, warm = (
         make_embedding(name, scaling={**scaling, "temperature": on}).scores(q, k)
         for on in (False, True)
     )
     expected = plain * (0.1 * math.log(4) + 1) ** 2
     torch.testing.assert_close(warm, expected, atol=1e-5, rtol=1e-4)
+    if kind == "none":
+        assert torch.equal(plain, make_embedding(name).scores(q, k))
