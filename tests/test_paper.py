@@ -194,9 +194,9 @@ def test_a_figure_whose_models_were_changed_does_not_show_the_old_ones(tmp_path)
     args = arguments(tmp_path, "quick", seeds=range(1))
     for figure in (FIGURES["equations"], FIGURES["figure4"]):
         for job in paper.jobs_of(figure, args):
-            for path in job.results:
+            for path, asked in job.results.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(result_of(job.recipe)))
+                path.write_text(json.dumps(result_of(asked)))
             assert job.done()
     changed = figures.Figure("x", (figures.fope("cf", "floor alone", sigma=0.2),))
     with pytest.raises(Refused, match=r"perplexity.json .* pos_args"):
