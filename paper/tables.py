@@ -186,6 +186,7 @@ def bench_table(result):
 
 # the figures at 512 tokens whose models are trained alike
 OF_ONE_BUDGET = ["figure1", "figure1_all", "parts", "enough", "untrained", "keys", "partial"]
+READ_LATER = ["temperature"]  # models of keys, at 8192 alone: another result of the same model
 CITED = {  # of each kind its numbers: title, name in the json, factor, digits
     "perplexity": [
         ("nats per byte", "loss", 1, 2),
@@ -216,8 +217,15 @@ HEADLINE = {
 
 def summary_rows(folder):
     """[[embedding, number, length, models, mean, half its 95 % interval], ...], as text."""
-    rows, paths = [], [Path(folder) / f"{figure}.json" for figure in OF_ONE_BUDGET]
-    for kind, by_label in load_results([path for path in paths if path.exists()]).items():
+    rows = []
+    for figures in (OF_ONE_BUDGET, READ_LATER):
+        rows += rows_of([Path(folder) / f"{figure}.json" for figure in figures])
+    return rows
+
+
+def rows_of(paths):
+    rows, paths = [], [path for path in paths if path.exists()]
+    for kind, by_label in load_results(paths).items() if paths else ():
         for label, results in by_label.items() if kind in CITED else ():
             for title, name, factor, digits in CITED[kind]:
                 for length in common_lengths(results):
