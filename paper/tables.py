@@ -185,7 +185,8 @@ def bench_table(result):
 # --- the tables to cite
 
 # the figures at 512 tokens whose models are trained alike
-OF_ONE_BUDGET = ["figure1", "figure1_all", "parts", "enough", "untrained", "keys", "partial"]
+OF_ONE_BUDGET = ["figure1", "figure1_all", "parts", "enough", "untrained", "keys"]
+OF_ONE_BUDGET += ["partial", "table2"]
 READ_LATER = ["temperature"]  # models of keys, at 8192 alone: another result of the same model
 CITED = {  # of each kind its numbers: title, name in the json, factor, digits
     "perplexity": [
