@@ -239,20 +239,26 @@ def inherit(new, old):
     turns. A longer training length lowers the floor, and more frequencies pass it. Rows and columns
     that `old` does not have stay as `new` has drawn them. So with K below D a pair can get a second
     frequency of its own. The authors' code does the same when it goes on with longer texts
-    (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the class, the number of
-    tables, sigma or the variant of the two differ.
+    (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the two differ in the class,
+    the number of heads, sigma, the variant, sin_pad or the frequencies.
     """
     if type(new) is type(old) and not isinstance(new, FoPE):
         new.load_state_dict(old.state_dict())
     if not isinstance(new, FoPE) or not isinstance(old, FoPE):
         return  # `old` has drawn nothing, so `new` keeps what it has drawn
-    (n_table, D, K), (old_n_table, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
-    drawn = f"{type(new).__name__} with {n_table} tables, sigma {new.sigma}, {new.variant}"
-    old_drawn = f"{type(old).__name__} with {old_n_table} tables, sigma {old.sigma}, {old.variant}"
+    drawn, old_drawn = (
+        f"{type(pos).__name__} with {len(pos.cos_coef)} heads, sigma {pos.sigma}, "
+        f"sin_pad {pos.sin_pad:g}, {pos.variant}"
+        for pos in (new, old)
+    )
     if drawn != old_drawn:
         raise Refused(f"the coefficients were drawn by {old_drawn}, not by {drawn}")
-    # the fastest frequencies come first, and both have them
+    (_, D, K), (_, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
     n_both, both_K = min(D, old_D), min(K, old_K)
+    if not torch.allclose(new.freqs[:n_both], old.freqs[:n_both].to(new.freqs)):
+        raise Refused(
+            "the coefficients were drawn for other frequencies: theta or fourier_dim differs"
+        )
     new.freqs[:n_both] = old.freqs[:n_both]
     new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]
     new.sin_coef[:, :n_both, :both_K] = old.sin_coef[:, :n_both, :both_K]

@@ -281,8 +281,9 @@ def all_reduce_sum(tensor):
 
 def git_commit():
     """
-    That of the code; "-dirty" with changes to all but results/. "unknown" without git, and where
-    the repository is that of other files, which the code lies in or which the environment names.
+    That of the code; "-dirty" with changes to all but results/, and with a new .py file. "unknown"
+    without git, and where the repository is that of other files, which the code lies in or which
+    the environment names.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
 
@@ -294,9 +295,10 @@ def git_commit():
         commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
         is_ours = git("ls-files", "--error-unmatch", Path(__file__).name).returncode == 0
         changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode == 1
+        new = git("ls-files", "--others", "--exclude-standard", "--", "*.py").stdout
     except OSError:
         return "unknown"
-    return commit + "-dirty" * changed if commit and is_ours else "unknown"
+    return commit + "-dirty" * bool(changed or new) if commit and is_ours else "unknown"
 
 
 def provenance(device):

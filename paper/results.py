@@ -178,7 +178,9 @@ def label_of(result):
         changes.insert(0, f"theta {theta:g}")
     if scaling := recipe.get("rope_scaling"):
         factor = f"x{scaling['factor']:g}" if "factor" in scaling else "told the length"
-        changes.append(f"{scaling.get('kind', 'yarn')} {factor}")
+        kind, temperature = scaling.get("kind", "yarn"), scaling.get("temperature")
+        changes += [f"{kind} {factor}"] if kind != "none" else []
+        changes += ["with temperature"] if temperature else []
     return (f"{name} ({', '.join(changes)})" if changes else name) + half
 
 

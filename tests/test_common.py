@@ -207,6 +207,9 @@ def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
     assert len(commit) == 12
     result.write_text("2")
     assert git_commit() == commit
+    (tmp_path / "mine.py").write_text("1")
+    assert git_commit() == f"{commit}-dirty"
+    (tmp_path / "mine.py").unlink()
     code.write_text("2")
     assert git_commit() == f"{commit}-dirty"
 

@@ -392,10 +392,19 @@ def test_fope_keeps_its_own_draws_where_nothing_was_drawn_before():
     assert torch.equal(pos.cos_coef, before)
 
 
-@pytest.mark.parametrize("change", [{"sigma": 0.4}, {"variant": "paper"}, {"n_head": 1}])
+CHANGES = [{"sigma": 0.4}, {"variant": "paper"}, {"n_head": 1}, {"sin_pad": 0.5}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_how_coefficients_that_are_all_kept_were_drawn_cannot_change(change):
     (value,) = change.values()
     with pytest.raises(Refused, match=f"with .*{value}"):
+        inherit(make_embedding(**change), make_embedding())
+
+
+@pytest.mark.parametrize("change", [{"fourier_dim": 128}, {"theta": 5000.0}])
+def test_coefficients_are_kept_for_their_own_frequencies_alone(change):
+    with pytest.raises(Refused, match="other frequencies"):
         inherit(make_embedding(**change), make_embedding())
 
 

@@ -151,9 +151,11 @@ def test_tables_of_a_text_are_made_anew(tmp_path):
 
 
 def test_labels(tmp_path, capsys):
-    scaling = {"kind": "yarn", "factor": 4.0, "original_len": 128}
+    scaling, warm = {"kind": "yarn", "factor": 4.0, "original_len": 128}, {"temperature": True}
     files = [
         result_file(tmp_path, "perplexity", "rope", 0, 1.0, rope_scaling=scaling),
+        result_file(tmp_path, "perplexity", "rope", 2, 1.0, rope_scaling=scaling | warm),
+        result_file(tmp_path, "perplexity", "fope", 2, 1.0, rope_scaling=warm | {"kind": "none"}),
         result_file(tmp_path, "perplexity", "rope", 1, 1.0, theta=93.9),
         changed(result_file(tmp_path, "perplexity", "fope", 0, 1.0), label="FoPE, floor of 1024"),
         changed(result_file(tmp_path, "perplexity", "fope", 1, 1.0), label="FoPE, floor of 256"),
@@ -161,9 +163,10 @@ def test_labels(tmp_path, capsys):
     ]
     plot.main([*map(str, files), "--out", str(tmp_path / "fig.png")])
     table = capsys.readouterr().out
-    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:7]]
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:9]]
     floors = ["FoPE, floor of 256", "FoPE, floor of 1024"]  # by their numbers
-    assert labels == ["RoPE (theta 93.9)", "RoPE (yarn x4)", *floors, "KERPLE + QK-norm"]
+    ropes = ["RoPE (theta 93.9)", "RoPE (yarn x4)", "RoPE (yarn x4, with temperature)"]
+    assert labels == [*ropes, "FoPE (with temperature)", *floors, "KERPLE + QK-norm"]
     assert (tmp_path / "fig.png").exists()  # the flag had its .png
 
 
