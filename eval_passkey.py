@@ -1,12 +1,12 @@
 """
 Passkey retrieval: can a model find a five-digit number in a long filler and repeat it?
 
-    python eval_passkey.py runs_out/fope --trials 1000
-    python eval_passkey.py runs_out/fope --lengths 128,512 --generate
+    python eval_passkey.py runs_out/keys --task passkey_anywhere --trials 1000
+    python eval_passkey.py runs_out/keys --task passkey_anywhere --lengths 512,2048 --out x.json
 
 Prompt and answer together have exactly L tokens; the depth of the number is uniform over the
-filler. A trial is right if greedy decoding gives every token of the answer. --task asks another
-task of tasks.TASKS in the same way.
+filler. A trial is right if greedy decoding gives every token of the answer. The result goes to
+TASK.json in the folder of the run. A model finds hardly any passkey unless it was trained on them.
 """
 
 import math

@@ -2,7 +2,7 @@
 Loss and perplexity against length: does a model keep reading well past its training length?
 
     python eval_perplexity.py runs_out/fope                        1x to 16x the training length
-    python eval_perplexity.py runs_out/fope --data data/c4 --lengths 512,8192 --out c4.json
+    python eval_perplexity.py runs_out/fope_60M --data data/gutenberg --out books.json
     python eval_perplexity.py runs_out/rope --rope_scaling kind=yarn --out yarn.json
 
 At every length L the same validation tokens are cut into windows of L that do not overlap. The loss

@@ -34,12 +34,17 @@ def evaluation_parser(doc):
     add("--label", help="name in figures and tables; by default what is special about the model")
     common.add_device_flag(parser)
     keywords = dict(nargs="*", metavar="K=V", action=Keywords, default={})
-    add("--pos_args", **keywords, help="changed keywords of the embedding, such as window=512")
+    add(
+        "--pos_args",
+        **keywords,
+        help="changed keywords of the embedding, such as window=512; with --out",
+    )
     add(
         "--rope_scaling",
         **keywords,
         help="lower frequencies without training: kind=yarn, ntk, slow, interpolate or none; "
-        "temperature=true; factor=4, or by default the length that is read / the training length",
+        "temperature=true; factor=4, or by default the length that is read / the training length; "
+        "with --out",
     )
     return parser
 

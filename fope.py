@@ -294,10 +294,10 @@ class FoPE(RoPE):
 
     1. Floor. It keeps the D frequencies that complete a turn in train_len tokens: of the 32 in a
        head of 64 dimensions, and trained at 512 tokens, these are 16.
-    2. Series. In the first K pairs (K = D, but at most head_dim/4) a sum over all kept frequencies
-       takes the place of the cosine, sum over d of cos(t w_d) cos_coef[d, k], and likewise of the
-       sine. A coefficient is 1 for the pair's own frequency and 0 for the others, plus a small
-       random number, the noise.
+    2. Series. In the first K pairs (by default K = D, but at most head_dim/4) a sum over all kept
+       frequencies takes the place of the cosine, sum over d of cos(t w_d) cos_coef[d, k], and
+       likewise of the sine. A coefficient is 1 for the pair's own frequency and 0 for the others,
+       plus a small random number, the noise.
     3. Constants. All pairs after the first K are stopped: at every position their cosine is 1, and
        their sine is sin_pad.
 
@@ -313,19 +313,19 @@ class FoPE(RoPE):
     fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim. They
         lie closer together, so more of them pass the floor.
     variant: "released" is the authors' repository, with which the paper's numbers were made.
-        "paper" is the equations.
+        "paper" is as near to the equations as an embedding that turns q and k can be.
 
                                  "released"                              "paper"
         K                        min(D, head_dim/4); with floor=False D  D
-        own frequency of pair k  d = k ceil(D/K); none, if this d >= D   d = k
-        noise                    xavier_normal_ of torch, gain sigma      normal
+        noise                    xavier_normal_ of torch, gain sigma     normal
         its standard deviation   sigma sqrt(2 / (K (D + n_head)))        sigma
         sin_pad                  1                                       0
 
-        Pairs and frequencies are counted from 0. The second row says that pair k starts from
-        frequency number d. If D = K, as at 512 tokens, this is number k. At 1024 tokens D = 18 and
-        K = 16: then pair 1 has frequency 2, pair 8 has frequency 16, and the pairs from 9 on have
-        no frequency of their own, but noise alone; with sigma=0 they are zero.
+        There are only head_dim/2 pairs, so K is never larger. Pairs and frequencies are counted
+        from 0. Pair k has frequency number d = k ceil(D/K) as its own. If D = K, as at 512 tokens,
+        this is number k. At 1024 tokens D = 18 and K = 16: then pair 1 has frequency 2, pair 8 has
+        frequency 16, and the pairs from 9 on have no frequency of their own, since there is no
+        number 18. They have noise alone; with sigma=0 their cosine and sine are zero.
 
     cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
         needs cap=False, so that each frequency stays on the pair that has learned it; --init_from
@@ -334,11 +334,11 @@ class FoPE(RoPE):
         pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
         doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
 
-    The paper's words and the code differ twice. The paper calls sigma a variance, but it is used as
-    a standard deviation. And in Eq. 11-13 the score of query i and key j has one series, which
-    depends on i - j alone. The authors' code and ours turn q and k separately, so the score has a
-    product of two series. With noise this product depends on i and on j, not only on i - j: it
-    loses what makes RoPE a relative embedding.
+    The paper's words and the authors' code differ in two more ways. The paper calls sigma a
+    variance, but it is used as a standard deviation. And in Eq. 11-13 the score of query i and key
+    j has one series, which depends on i - j alone. The authors' code and ours, in both variants,
+    turn q and k separately, so the score has a product of two series. With noise this product
+    depends on i and on j, not only on i - j: it loses what makes RoPE a relative embedding.
     """
 
     def __init__(

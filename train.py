@@ -14,7 +14,8 @@ The folder --out gets log.jsonl, config.json, and checkpoint.pt with weights, op
 Ctrl-C, SIGTERM and Slurm's SIGUSR1 save the run and end it: on a CPU after this step, on a GPU when
 the next line is logged. `train.py --resume --out FOLDER` continues. On a CPU the weights are then
 equal, bit for bit, to those of a run that was never stopped; on a GPU they are close. A kill or a
-crash loses the steps since the last checkpoint; --save_every says how often there is one.
+crash loses the steps since the last checkpoint: there is one every five minutes, and every
+--save_every steps.
 """
 
 import math

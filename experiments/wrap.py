@@ -10,6 +10,9 @@ Why does a longer text break RoPE? Change what far keys show, without training, 
         python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
             --name others --conditions none near "both, wrapped"
 
+The models are those of python -m paper figure1, enough and figure1_all. Figure and json go to
+results/mechanism, over those that are there; --out names another folder.
+
 A far key is the key of a token that is train_len tokens back or more. No training text was long
 enough to have one. In a fast pair, which completes turns in training, a far key comes at an angle
 that training had, too. In a slow pair, whose frequency is under FoPE's floor, it comes at a new
@@ -34,10 +37,11 @@ Three predictions were made before the runs. If new angles of slow pairs are the
        less than half of what holding them at 0.5 or 0.75 times removes. Holding the fast pairs
        removes about as much at all these places.
 
-The second came true. The first came true for wrapped keys, and for keys held at 0.5 and 0.75 times;
-it failed at an eighth of train_len and at 511, the last distance of training, where changing the
-fast pairs removes more. The third came true for the slow pairs. It failed for the fast pairs, which
-remove less at 3 times train_len. results/README.md has all numbers. (From half of train_len on,
+The second came true. The first came true for wrapped keys, and for most places that training had:
+held at 0, 1/16, 1/4, 0.5 and 0.75 times train_len. It failed at 1/8 and at 511, the last distance
+of training, where changing the fast pairs removes more. The third came true for the slow pairs. It
+failed for the fast pairs, which remove less at 3 times train_len. results/README.md has all
+numbers. (From half of train_len on,
 each distance is one token less: 0.5 times 512 means 255, and 3 times means 1535. "held" without a
 number means 511, the last distance of training.)
 """

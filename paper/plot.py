@@ -3,10 +3,12 @@ Results to figures and Markdown tables.
 
     python -m paper.plot results/figure1.json                         results/figure1.png, its table
     python -m paper.plot runs_out/{rope,fope}/perplexity.json --out runs_out/mine
-    python -m paper.plot --tables README.md results/*.md                       their tables, anew
+    python -m paper.plot --tables README.md results/*.md    the tables in these texts, and
+                                                            results/summary.csv, are made again
 
-Models that differ in their seed alone are drawn as their mean: on text with a band of one standard
-deviation, on passkeys with a dot for each model.
+Models that differ in their seed alone are drawn as their mean. Up to five curves also show how far
+the models differ: on text by a band of one standard deviation, on passkeys by a dot for each model.
+(The tables have 95 % intervals instead.)
 """
 
 import csv
@@ -173,7 +175,7 @@ def main(argv=None):
         nargs="+",
         default=[],
         metavar="TEXT.md",
-        help="texts whose tables to make again",
+        help="texts; their tables are made again",
     )
     args = parser.parse_args(argv)
     results = common.ROOT / "results"
