@@ -185,8 +185,8 @@ def bench_table(result):
 # --- the tables to cite
 
 # the figures at 512 tokens whose models are trained alike
-OF_ONE_BUDGET = ["figure1", "figure1_all", "parts", "enough", "untrained", "keys"]
-OF_ONE_BUDGET += ["partial", "table2"]
+AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2"]
+OF_ONE_BUDGET = [*AS_TRAINED, "untrained", "keys"]  # the last two read otherwise
 READ_LATER = ["temperature"]  # models of keys, at 8192 alone: another result of the same model
 CITED = {  # of each kind its numbers: title, name in the json, factor, digits
     "perplexity": [
@@ -216,10 +216,10 @@ HEADLINE = {
 }
 
 
-def summary_rows(folder):
+def summary_rows(folder, groups=(OF_ONE_BUDGET, READ_LATER)):
     """[[embedding, number, length, models, mean, half its 95 % interval], ...], as text."""
     rows = []
-    for figures in (OF_ONE_BUDGET, READ_LATER):
+    for figures in groups:
         rows += rows_of([Path(folder) / f"{figure}.json" for figure in figures])
     return rows
 
@@ -237,10 +237,10 @@ def rows_of(paths):
     return rows
 
 
-def cells_to_cite(folder, titles, lengths):
+def cells_to_cite(folder, titles, lengths, **groups):
     """{label: {(title, length): a cell, title: the number of models}} of summary_rows."""
     found = {}
-    for label, title, length, n_models, mean, half in summary_rows(folder):
+    for label, title, length, n_models, mean, half in summary_rows(folder, **groups):
         if title in titles:
             cells = found.setdefault(label, {})
             cells[title] = str(n_models)
@@ -249,7 +249,7 @@ def cells_to_cite(folder, titles, lengths):
     return found
 
 
-def cited_table(folder, titles, counted):
+def cited_table(folder, titles, counted, **groups):
     """
     A row for each embedding: these numbers at three lengths. counted: {title: the name of a column
     that says how many models have this number}.
@@ -261,16 +261,16 @@ def cited_table(folder, titles, counted):
             *(cells.get(column, "") for column in columns),
             *(cells.get(t, "0") for t in counted),
         ]
-        for label, cells in cells_to_cite(folder, titles, (512, 2048, 8192)).items()
+        for label, cells in cells_to_cite(folder, titles, (512, 2048, 8192), **groups).items()
     ]
     names = [f"{title}, {length}" for title, length in columns]
     return grid(["embedding", *names, *counted.values()], rows)
 
 
 def summary_table(folder):
-    """Text and passkeys of all models that were trained on as many tokens."""
+    """Text and passkeys of models trained on as many tokens, and read as they were trained."""
     counted = {"nats per byte": "models for text", "% of whole passkeys": "for passkeys"}
-    return cited_table(folder, tuple(counted), counted)
+    return cited_table(folder, tuple(counted), counted, groups=(AS_TRAINED,))
 
 
 def keys_table(folder):
