@@ -1,7 +1,39 @@
 r"""
-Why does a longer text break RoPE? Change what far keys show, without training, and the loss falls.
+Why does a longer text break RoPE? Change the angle that far keys show, without any training.
 
-    RoPE with slow, fast or both kinds of pairs changed ("wrapped" or "held", see below):
+A far key is the key of a token that is train_len tokens back or more. No training text was long
+enough to have one. In a fast pair, which completes turns in training, a far key has an angle that
+training had, too. In a slow pair, whose frequency is under FoPE's floor, it has a new angle. Is
+that what hurts? A trained model reads a text once as it is. Then it reads the text again, and now a
+far key is turned as if it stood at another distance, in the slow pairs, in the fast pairs or in
+both:
+
+    held at D    The distance is D for all far keys. A name such as "slow, held 0.5x" gives D as a
+                 multiple of train_len; from half of train_len on D is one token less. So at 512
+                 0.12x is 64, 0.5x is 255 and 3x is 1535. "held" without a number is 511, the last
+                 distance of training.
+    wrapped      The distance is H + (d mod H), where d is the true distance and H is train_len/2.
+                 At 512 this is a distance from 256 to 511, which training had.
+
+"none" changes nothing. With "near" the model cannot see any far key. The loss of "none" minus that
+of "near" is the damage of the far keys. Two results matter: how much of the damage is left, and how
+much attention the far keys get. Mostly they rise and fall together. But where far keys get equal
+attention, a new angle does more damage than a known one.
+
+Three predictions were made before the runs. If new angles of slow pairs are the cause, then
+
+    1. changing the slow pairs leaves less of the damage than changing the fast pairs;
+    2. RoPE with theta 94 and FoPE, in which no pair turns slowly, have less damage than RoPE;
+    3. if the slow pairs are held at 1.5, 2 or 3 times train_len, where their angles are new, less
+       than half as much of the damage disappears as at 0.5 or 0.75 times. With the fast pairs
+       about as much disappears at all these places.
+
+Prediction 2 came true. Prediction 1 came true for wrapped keys, and for keys held at 0, 128, 255
+and 383 tokens; at 32 the two hardly differ. It failed at 64 and at 511, where less is left with the
+fast pairs. Prediction 3 came true for the slow pairs. It failed for the fast pairs, which leave
+more at 3 times train_len. results/README.md has all numbers.
+
+    RoPE with slow, fast or both kinds of pairs wrapped, or held at 511:
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
     the same, held at eleven distances:
         python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held \
@@ -12,38 +44,6 @@ Why does a longer text break RoPE? Change what far keys show, without training, 
 
 The models are those of python -m paper figure1, enough and figure1_all. Figure and json go to
 results/mechanism, over those that are there; --out names another folder.
-
-A far key is the key of a token that is train_len tokens back or more. No training text was long
-enough to have one. In a fast pair, which completes turns in training, a far key comes at an angle
-that training had, too. In a slow pair, whose frequency is under FoPE's floor, it comes at a new
-angle. Is that what hurts? A trained model reads a text once as it is. Then it reads the text again,
-and now a far key is turned as if it stood at another distance, in the slow pairs, in the fast pairs
-or in both:
-
-    held at D    at the distance D, the same for all far keys
-    wrapped      instead of its own distance d at H + (d mod H), where H = train_len/2. At 512 this
-                 is a distance from 256 to 511, which training had.
-
-"none" changes nothing, and "near" masks all far keys, so that the model cannot see them. The loss
-of "none" minus that of "near" is the damage of the far keys. Two results matter: how much of the
-damage is left, and how much attention the far keys get. Mostly they rise and fall together, but
-where far keys get equal attention, a new angle does more damage than a known one.
-
-Three predictions were made before the runs. If new angles of slow pairs are the cause, then
-
-    1. changing the slow pairs removes more of the damage than changing the fast pairs;
-    2. RoPE with theta 94 and FoPE, in which no pair turns slowly, have less damage than RoPE;
-    3. holding the slow pairs at 1.5, 2 or 3 times train_len, where their angles are new, removes
-       less than half of what holding them at 0.5 or 0.75 times removes. Holding the fast pairs
-       removes about as much at all these places.
-
-The second came true. The first came true for wrapped keys, and for most places that training had:
-held at 0, 1/16, 1/4, 0.5 and 0.75 times train_len. It failed at 1/8 and at 511, the last distance
-of training, where changing the fast pairs removes more. The third came true for the slow pairs. It
-failed for the fast pairs, which remove less at 3 times train_len. results/README.md has all
-numbers. (From half of train_len on,
-each distance is one token less: 0.5 times 512 means 255, and 3 times means 1535. "held" without a
-number means 511, the last distance of training.)
 """
 
 import math
@@ -227,8 +227,14 @@ def main(argv=None):
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
     add_device_flag(parser)
-    few = dict(choices=[*CONDITIONS, "places"], default=USUAL, help="none and near among them")
-    add("--conditions", nargs="+", **few)
+    add(
+        "--conditions",
+        nargs="+",
+        choices=[*CONDITIONS, "places"],
+        default=USUAL,
+        metavar="CONDITION",
+        help='none, near, and such as "slow, held 0.5x"; places: none, near, all held',
+    )
     args = parser.parse_args(argv)
     if args.conditions == ["places"]:
         args.conditions = PLACES

@@ -352,10 +352,22 @@ def sizes_table(folder, lengths=(512, 2048, 8192)):
     return grid(["60M", *columns], rows.values())
 
 
+def more_table(folder):
+    """Nats per byte of models that got more training, a tenth of their first or a quarter."""
+    rows, shares = {}, {"a tenth more": "figure4", "a quarter more": "figure4_quarter"}
+    for figure in shares.values():
+        for label, results in load_results([Path(folder) / f"{figure}.json"])["perplexity"].items():
+            cells = mean_cells(results, (1024, 8192), "loss", 1, 2)
+            rows.setdefault(label, [label]).extend(cells[1:])
+    columns = [f"{share}, at {n}" for share in shares for n in (1024, 8192)]
+    return grid(["nats per byte", *columns], rows.values())
+
+
 # --- tables in a text
 
 TABLES_TO_CITE = {"summary": summary_table, "keys": keys_table, "headline": headline_table}
 TABLES_TO_CITE |= {"cause": cause_table, "untrained": untrained_table, "sizes": sizes_table}
+TABLES_TO_CITE |= {"more": more_table}
 OTHER_TABLES = {"bench": bench_table, "primary": primary_table}
 
 
