@@ -289,8 +289,8 @@ class RoPE(PositionEmbedding):
 
 class FoPE(RoPE):
     """
-    Fourier Position Embedding. RoPE turns pair k at position t by the angle t w_k, by its cosine
-    and its sine. FoPE changes this in three steps:
+    Fourier Position Embedding. RoPE turns pair k at position t by the angle t w_k, for which it
+    needs the angle's cosine and sine. FoPE changes these two, in three steps:
 
     1. Floor. It keeps the D frequencies that complete a turn in train_len tokens: of the 32 in a
        head of 64 dimensions, and trained at 512 tokens, these are 16.
@@ -305,11 +305,10 @@ class FoPE(RoPE):
     once, by torch's global random generator. The coefficients are saved with a model but never
     trained.
 
-    sigma: the size of the noise. With sigma=0 there is no noise. Then the floor alone is left,
-        provided that K = D; cap=False makes sure of it.
+    sigma: the size of the noise. With sigma=0 there is none. If also K = D, as by default at 512
+        tokens, the floor alone is left.
     floor: True is the floor of the training length; a longer text does not change it. floor=256 is
-        the floor of 256 tokens. floor=False keeps all frequencies, so that it is the
-        series alone.
+        the floor of 256 tokens. floor=False keeps all frequencies: the series alone.
     fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim. They
         lie closer together, so more of them pass the floor.
     variant: "released" is the authors' repository, with which the paper's numbers were made.
@@ -323,16 +322,17 @@ class FoPE(RoPE):
 
         There are only head_dim/2 pairs, so K is never larger. Pairs and frequencies are counted
         from 0. Pair k has frequency number d = k ceil(D/K) as its own. If D = K, as at 512 tokens,
-        this is number k. At 1024 tokens D = 18 and K = 16: then pair 1 has frequency 2, pair 8 has
-        frequency 16, and the pairs from 9 on have no frequency of their own, since there is no
-        number 18. They have noise alone; with sigma=0 their cosine and sine are zero.
+        this is number k. At 1024 tokens D = 18 and K = 16: then pair 1 has number 2, pair 8 has
+        number 16, and the pairs from 9 on have none, since there is no number 18. They have noise
+        alone; with sigma=0 their cosine and sine are zero.
 
-    cap: whether head_dim/4 limits K in the released variant. A model that was trained with RoPE
-        needs cap=False, so that each frequency stays on the pair that has learned it; --init_from
-        sets it.
+    cap: whether head_dim/4 limits K in the released variant. With cap=False K is D, and each
+        frequency stays on the pair that RoPE has it on. So a model that was trained with RoPE needs
+        cap=False; train.py --init_from sets it.
     sin_pad: the sine of the stopped pairs; by default the variant's. With sin_pad=1 such a
-        pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. So its share of q.k is
-        doubled, also with sigma=0. A model must be read with the sin_pad it was trained with.
+        pair is turned by 45 degrees and stretched by sqrt(2), in q and in k. In q.k the two factors
+        make 2: the pair counts double, also with sigma=0. A model must be read with the sin_pad
+        that it was trained with.
 
     The paper's words and the authors' code differ in two more ways. The paper calls sigma a
     variance, but it is used as a standard deviation. And in Eq. 11-13 the score of query i and key
