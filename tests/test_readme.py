@@ -49,6 +49,7 @@ def keys(figure, label):
 
 # who is ahead at each of LENGTHS, by the 95 % interval; =: level, all of it within 0.02 nats or 5
 # points; 0: unclear
+AUTHORS = "RoPE to FoPE, authors' way"
 CLAIMS = [
     ("figure1", "loss", "RoPE", "FoPE", "0++++"),
     ("parts", "loss", FLOOR, "FoPE", "===00"),
@@ -59,6 +60,12 @@ CLAIMS = [
     ("figure4", "loss", "FoPE to FoPE + YaRN x16", "FoPE to FoPE", "==-00"),
     ("figure4_quarter", "loss", "FoPE to FoPE + YaRN x16", "RoPE to RoPE + YaRN x16", "000+0"),
     ("figure4_quarter", "loss", "FoPE to FoPE + YaRN x16", "FoPE to FoPE", "==000"),
+    ("figure4", "loss", AUTHORS, "RoPE to RoPE + YaRN x16", "+++++"),
+    ("figure4", "loss", AUTHORS, "RoPE to FoPE", "+++++"),
+    ("figure4_quarter", "loss", AUTHORS, "RoPE to RoPE + YaRN x16", "+++++"),
+    ("figure4", "loss", "RoPE to FoPE", "RoPE to RoPE + YaRN x16", "===++"),
+    ("figure4_quarter", "loss", "RoPE to FoPE", "RoPE to RoPE + YaRN x16", "====-"),
+    ("figure4_quarter", "loss", "FoPE to FoPE, own pairs", "FoPE to FoPE", "==000"),
     ("figure1", "accuracy", "FoPE", "RoPE", "0+++0"),
     ("parts", "token_accuracy", SERIES, "FoPE", "=0---"),
     ("parts", "token_accuracy", "FoPE" + NORM, "RoPE" + NORM, "=++++"),
