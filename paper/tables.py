@@ -185,7 +185,7 @@ def bench_table(result):
 # --- the tables to cite
 
 # the figures at 512 tokens whose models are trained alike
-AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2"]
+AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 OF_ONE_BUDGET = [*AS_TRAINED, "untrained", "keys"]  # the last two read otherwise
 READ_LATER = ["temperature"]  # models of keys, at 8192 alone: another result of the same model
 CITED = {  # of each kind its numbers: title, name in the json, factor, digits
