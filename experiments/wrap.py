@@ -29,9 +29,10 @@ Three predictions were made before the runs. If new angles of slow pairs are the
        about as much disappears at all these places.
 
 Prediction 2 came true. Prediction 1 came true for wrapped keys, and for keys held at 0, 128, 255
-and 383 tokens; at 32 the two hardly differ. It failed at 64 and at 511, where less is left with the
-fast pairs. Prediction 3 came true for the slow pairs. It failed for the fast pairs, which leave
-more at 3 times train_len. results/README.md has all numbers.
+and 383 tokens; at 32 the two hardly differ. It failed at 64 and at 511, where changing the fast
+pairs leaves less. (The places from 1.5 times on belong to prediction 3.) Prediction 3 came true for
+the slow pairs. It failed for the fast pairs: at 3 times train_len more is left. results/README.md
+has all numbers.
 
     RoPE with slow, fast or both kinds of pairs wrapped, or held at 511:
         python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}

@@ -352,15 +352,26 @@ def sizes_table(folder, lengths=(512, 2048, 8192)):
     return grid(["60M", *columns], rows.values())
 
 
+MORE = {  # the rows of the table: a label, and its name there
+    "RoPE to RoPE": "RoPE",
+    "RoPE to RoPE + YaRN x16": "RoPE with YaRN",
+    "RoPE to FoPE, authors' way": "RoPE changed to FoPE, moved",
+    "RoPE to FoPE": "RoPE changed to FoPE, kept",
+    "FoPE to FoPE": "FoPE, by the authors' code",
+    "FoPE to FoPE, own pairs": "FoPE, a new pair for each new frequency",
+    "FoPE to FoPE + YaRN x16": "FoPE with YaRN",
+}
+
+
 def more_table(folder):
     """Nats per byte of models that got more training, a tenth of their first or a quarter."""
-    rows, shares = {}, {"a tenth more": "figure4", "a quarter more": "figure4_quarter"}
-    for figure in shares.values():
-        for label, results in load_results([Path(folder) / f"{figure}.json"])["perplexity"].items():
-            cells = mean_cells(results, (1024, 8192), "loss", 1, 2)
-            rows.setdefault(label, [label]).extend(cells[1:])
-    columns = [f"{share}, at {n}" for share in shares for n in (1024, 8192)]
-    return grid(["nats per byte", *columns], rows.values())
+    rows, shares = [[name] for name in MORE.values()], {"tenth": "", "quarter": "_quarter"}
+    for suffix in shares.values():
+        of_label = load_results([Path(folder) / f"figure4{suffix}.json"])["perplexity"]
+        for row, label in zip(rows, MORE, strict=True):
+            row += mean_cells(of_label[label], (1024, 8192), "loss", 1, 2)[1:]
+    columns = [f"a {share} more, at {n}" for share in shares for n in (1024, 8192)]
+    return grid(["nats per byte", *columns], rows)
 
 
 # --- tables in a text
