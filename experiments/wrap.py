@@ -40,7 +40,8 @@ has all numbers.
         python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held \
             --conditions places
     theta 94 (rope_cycles1), FoPE and RoPE-A, with all their pairs wrapped:
-        python experiments/wrap.py runs_out/tiny/text/{rope_cycles1,fope,rope_a}_s{1,2,3} \
+        python experiments/wrap.py \
+            runs_out/tiny/text/{rope_cycles1_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
             --name others --conditions none near "both, wrapped"
 
 The models are those of python -m paper figure1, enough and figure1_all. Figure and json go to

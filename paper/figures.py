@@ -265,8 +265,8 @@ UNTRAINED = (
     replace(THETA_94, reads=(with_window(THETA_94.label),)),
 )
 UNTRAINED = tuple(replace(m, kinds=("text",)) for m in UNTRAINED)
-# Passkeys: past 2048 there is next to nothing to find, and reading is slow. "Newer models" are not
-# those of "enough", which were trained on another machine.
+# Passkeys are read to 2048. Past it little is found without a temperature, and reading is slow.
+# "Newer models" are not those of "enough", which were trained on another machine.
 #
 # A longer text has more tokens that share the attention. YaRN's temperature multiplies the scores
 # by (0.1 ln(factor) + 1)^2, at 2048 by 1.30, which sharpens it. One FoPE model that was read so

@@ -370,6 +370,11 @@ def more_table(folder):
         of_label = load_results([Path(folder) / f"figure4{suffix}.json"])["perplexity"]
         for row, label in zip(rows, MORE, strict=True):
             row += mean_cells(of_label[label], (1024, 8192), "loss", 1, 2)[1:]
+    columns = [("nats per byte", n) for n in (1024, 8192)]
+    untrained = {"RoPE, YaRN told the length": "RoPE, no more training, reads with YaRN"}
+    untrained["RoPE, window of 512"] = "RoPE, no more training, reads with a window of 512"
+    for name, *cells, _ in rows_to_cite(folder, untrained, columns, ("nats per byte",)):
+        rows.append([name, *cells, *cells])
     columns = [f"a {share} more, at {n}" for share in shares for n in (1024, 8192)]
     return grid(["nats per byte", *columns], rows)
 
