@@ -200,8 +200,8 @@ EQUATIONS = [
     fope(f"paper{s}", f"equations, sigma {s}", variant="paper", sigma=s) for s in (0, 0.1, 0.3)
 ]
 # Said when seed 1 of RoPE-A and NoPE with QK-norm had been read, but no other: QK-norm makes
-# neither read further. RoPE-A breaks as before, and NoPE stays flat and far behind. (It came out so,
-# but for RoPE-A, whose loss rises a little less past 512.)
+# neither read further. RoPE-A breaks as before, and NoPE stays flat and far behind. (It came out
+# so, but for RoPE-A, whose loss rises a little less past 512.)
 TABLE2 = plain("nope", "rope", "fope", "rope_a")
 TABLE2 += with_changes(TABLE2, "qk", "{} + QK-norm", qk_norm=True)
 PARTS = (*PAIR, CF, FS_MATCHED, *with_changes(PAIR, "qk", "{} + QK-norm", qk_norm=True))
