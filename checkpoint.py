@@ -252,12 +252,12 @@ def inherit(new, old):
         for pos in (new, old)
     )
     if drawn != old_drawn:
-        raise Refused(f"the coefficients were drawn by {old_drawn}, not by {drawn}")
+        raise Refused(f"the model was trained as {old_drawn}; it cannot be {drawn}")
     (_, D, K), (_, old_D, old_K) = new.cos_coef.shape, old.cos_coef.shape
     n_both, both_K = min(D, old_D), min(K, old_K)
     if not torch.allclose(new.freqs[:n_both], old.freqs[:n_both].to(new.freqs)):
         raise Refused(
-            "the coefficients were drawn for other frequencies: theta or fourier_dim differs"
+            "the model was trained with other frequencies: its theta or fourier_dim differs"
         )
     new.freqs[:n_both] = old.freqs[:n_both]
     new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]
