@@ -204,12 +204,12 @@ CITED = {  # of each kind its numbers: title, name in the json, factor, digits
 HEADLINE = {
     "RoPE": "RoPE",
     "RoPE, newer models": "RoPE, other models for passkeys",
-    "RoPE, YaRN told the length, with temperature": "trained as RoPE, reads with YaRN",
-    "RoPE, YaRN told the length": "the same without its temperature",
-    "RoPE, window of 512": "trained as RoPE, reads with a window of 512",
+    "RoPE, YaRN told the length, with temperature": "RoPE that reads with YaRN and its temperature",
+    "RoPE, YaRN told the length": "RoPE that reads with YaRN, no temperature",
+    "RoPE, window of 512": "RoPE that reads with a window of 512",
     "RoPE, theta 94": "RoPE with theta 94",
     "FoPE": "FoPE",
-    "FoPE, with temperature": "trained as FoPE, reads with YaRN's temperature",
+    "FoPE, with temperature": "FoPE that reads with this temperature",
     "FoPE, floor alone": "FoPE, the floor alone",
     "p-RoPE, p = 0.5": "the floor alone, stopped pairs count once",
     "ALiBi": "ALiBi",
@@ -357,9 +357,9 @@ MORE = {  # the rows of the table: a label, and its name there
     "RoPE to RoPE + YaRN x16": "RoPE with YaRN",
     "RoPE to FoPE, authors' way": "RoPE changed to FoPE, moved",
     "RoPE to FoPE": "RoPE changed to FoPE, kept",
-    "FoPE to FoPE": "FoPE, by the authors' code",
-    "FoPE to FoPE, own pairs": "FoPE, a new pair for each new frequency",
-    "FoPE to FoPE + YaRN x16": "FoPE with YaRN",
+    "FoPE to FoPE": "FoPE from the start, by the authors' code",
+    "FoPE to FoPE, own pairs": "FoPE from the start, a new pair for each new frequency",
+    "FoPE to FoPE + YaRN x16": "FoPE from the start, with YaRN",
 }
 
 
