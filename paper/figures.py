@@ -192,6 +192,7 @@ CONTINUED = (
 SIGMAS = [fope(f"sigma{s}", f"sigma {s}", sigma=s) for s in (0.1, 0.2, 0.4, 0.5)]
 
 # Said before it ran: text as with D = 64, within 0.05 nats at 8192, and no more passkeys at 2048.
+# (Both means came out so; with three models both differences are unclear.)
 D128 = replace(
     fope("D128", "D = 128", fourier_dim=lambda recipe: 2 * recipe.head_dim),
     reads=(Read("", "FoPE, D = 128", dict(lengths="1x,2x,4x"), "passkey_anywhere"),),
