@@ -188,6 +188,7 @@ def bench_table(result):
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 OF_ONE_BUDGET = [*AS_TRAINED, "untrained", "keys"]  # the last two read otherwise
 READ_LATER = ["temperature"]  # models of keys, at 8192 alone: another result of the same model
+GROUPS = (OF_ONE_BUDGET, READ_LATER)  # within a group a model has one result
 CITED = {  # of each kind its numbers: title, name in the json, factor, digits
     "perplexity": [
         ("nats per byte", "loss", 1, 2),
@@ -216,7 +217,7 @@ HEADLINE = {
 }
 
 
-def summary_rows(folder, groups=(OF_ONE_BUDGET, READ_LATER)):
+def summary_rows(folder, groups=GROUPS):
     """[[embedding, number, length, models, mean, half its 95 % interval], ...], as text."""
     rows = []
     for figures in groups:
@@ -237,10 +238,10 @@ def rows_of(paths):
     return rows
 
 
-def cells_to_cite(folder, titles, lengths, **groups):
+def cells_to_cite(folder, titles, lengths, groups=GROUPS):
     """{label: {(title, length): a cell, title: the number of models}} of summary_rows."""
     found = {}
-    for label, title, length, n_models, mean, half in summary_rows(folder, **groups):
+    for label, title, length, n_models, mean, half in summary_rows(folder, groups):
         if title in titles:
             cells = found.setdefault(label, {})
             cells[title] = str(n_models)
@@ -249,7 +250,7 @@ def cells_to_cite(folder, titles, lengths, **groups):
     return found
 
 
-def cited_table(folder, titles, counted, **groups):
+def cited_table(folder, titles, counted, groups=GROUPS):
     """
     A row for each embedding: these numbers at three lengths. counted: {title: the name of a column
     that says how many models have this number}.
@@ -261,7 +262,7 @@ def cited_table(folder, titles, counted, **groups):
             *(cells.get(column, "") for column in columns),
             *(cells.get(t, "0") for t in counted),
         ]
-        for label, cells in cells_to_cite(folder, titles, (512, 2048, 8192), **groups).items()
+        for label, cells in cells_to_cite(folder, titles, (512, 2048, 8192), groups).items()
     ]
     names = [f"{title}, {length}" for title, length in columns]
     return grid(["embedding", *names, *counted.values()], rows)
@@ -375,8 +376,8 @@ def more_table(folder):
     untrained["RoPE, window of 512"] = "RoPE, no more training, reads with a window of 512"
     for name, *cells, _ in rows_to_cite(folder, untrained, columns, ("nats per byte",)):
         rows.append([name, *cells, *cells])
-    columns = [f"a {share} more, at {n}" for share in shares for n in (1024, 8192)]
-    return grid(["nats per byte", *columns], rows)
+    names = [f"a {share} more, at {n}" for share in shares for n in (1024, 8192)]
+    return grid(["nats per byte", *names], rows)
 
 
 # --- tables in a text
