@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from checkpoint import inherit
 from common import Refused
-from fope import ALiBi, FoPE, RoPE, apply_rotation, fourier_tables
+from fope import ALiBi, FoPE, RoPE, apply_rotation, causal_attention, fourier_tables
 from model import GPTConfig, make_pos
 from recipe import check_pos
 
@@ -81,9 +81,16 @@ class Attention(llama.LlamaAttention):
         q, k, v = self.pos(self.q_norm(q), self.k_norm(k), v, position_embeddings)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
+        pos = self.pos.embedding
+        how["scaling"] = 1.0 if isinstance(pos, ALiBi) else self.scaling
+        if pos.window:
+            if past_key_values is not None or attention_mask is not None:
+                raise Refused("a window is for whole texts, without padding and without a cache")
+            k, v = (x.repeat_interleave(self.num_key_value_groups, dim=1) for x in (k, v))
+            y = causal_attention(q, k, v, pos.window, how["scaling"]).transpose(1, 2)
+            return self.o_proj(y[..., : self.head_dim].flatten(2)), None
         which = self.config._attn_implementation, llama.eager_attention_forward
         attend = transformers.AttentionInterface().get_interface(*which)
-        how["scaling"] = 1.0 if isinstance(self.pos.embedding, ALiBi) else self.scaling
         how["dropout"] = self.attention_dropout if self.training else 0.0
         y, weights = attend(self, q, k, v, attention_mask, **how)  # (B, T, n_head, ..)
         return self.o_proj(y[..., : self.head_dim].flatten(2)), weights
@@ -194,8 +201,6 @@ def our_config(config, swap):
         with torch.device("cpu"):
             freqs, _ = ROPE_INIT_FUNCTIONS[kind](plain)
         swap = swap | {"pos_args": swap["pos_args"] | {"freqs": freqs.tolist()}}
-    if swap["pos_args"].get("window"):
-        raise Refused("a swapped model attends by the library's functions, which know no window")
     if swap["pos"] == "fope":
         swap = swap | {"pos": "hf.grouped.GroupedFoPE"}
     return GPTConfig(theta=config.rope_parameters["rope_theta"], **shape, **swap)
@@ -245,6 +250,8 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
         raise Refused(f"the model's RoPE is scaled in a way that is not known here: {kind}")
     if kind != "default" and rope_scaling:
         raise Refused(f"the model's RoPE is scaled ({kind}): rope_scaling would be the second")
+    if rope_scaling and not {"factor", "original_len"} <= rope_scaling.keys():
+        raise Refused("rope_scaling needs a factor and original_len, the length that was learned")
     if pos not in EMBEDDINGS:
         raise Refused(f"unknown position embedding {pos!r}; known here: {', '.join(EMBEDDINGS)}")
     old = getattr(config, "swap", None) or {"pos": "", "qk_norm": False}
