@@ -1,8 +1,8 @@
 """
 The project's evaluations of a Llama of the transformers library, swapped or not.
 
-    python -m hf.evaluate perplexity smollm2 --data addresses/test.jsonl --lengths 16384 --out a.json
-    python -m hf.evaluate passkey smollm2 --lengths 2048,8192 --trials 10 --out b.json
+    python -m hf.evaluate perplexity smollm2 --data addresses/test.jsonl --out text.json
+    python -m hf.evaluate passkey smollm2 --lengths 2048,8192 --trials 10 --out keys.json
     python -m hf.evaluate perplexity smollm2 ... --rope_scaling kind=yarn temperature=true
 
 The result is as that of eval_perplexity.py or eval_passkey.py, so that the same figure shows it. A
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 from common import Refused, positive_int
@@ -46,11 +46,13 @@ class Reader(nn.Module):
         return linear_cross_entropy(x, weight, targets, len(weight), reduction)
 
     def generate(self, idx, max_new_tokens, *, temperature):
-        """The next tokens (B, 1), the most likely ones, with the library's cache."""
+        """Yields the next token (B, 1), the most likely one, with the library's cache."""
         assert temperature == 0
-        greedy = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False)
-        text = self.llama.generate(idx, generation_config=greedy)
-        return text[:, idx.size(1) :].split(1, dim=1)
+        cache = None
+        for _ in range(max_new_tokens):
+            new = self.llama(idx, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, idx = new.past_key_values, new.logits.argmax(dim=-1)
+            yield idx
 
 
 class ChatPasskey(Passkey):

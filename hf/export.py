@@ -97,8 +97,7 @@ def to_fast_tokenizer(encoding):
         path = Path(folder) / "ranks.tiktoken"
         path.write_bytes(b"".join(lines))
         converter = TikTokenConverter(str(path), encoding._pat_str, extra_special_tokens=[EOT])
-        special = dict(eos_token=EOT, split_special_tokens=True)  # EOT in a text is text
-        return PreTrainedTokenizerFast(tokenizer_object=converter.converted(), **special)
+        return PreTrainedTokenizerFast(tokenizer_object=converter.converted(), eos_token=EOT)
 
 
 def main(argv=None):

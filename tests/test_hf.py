@@ -26,8 +26,11 @@ from tasks import Passkey
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow
 
+import hf.evaluate  # noqa: E402
 import hf.export  # noqa: E402
 import hf.swap  # noqa: E402
+from eval_perplexity import text_row  # noqa: E402
+from hf.evaluate import Reader  # noqa: E402
 from hf.swap import swap_position_embedding  # noqa: E402
 
 EMBEDDINGS = ("nope", "alibi", "rope", "fope")
@@ -363,13 +366,112 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
     hf.export.to_fast_tokenizer(ours).save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [path.read_text() for path in sorted(write_text(tmp_path / "text", 3).iterdir())]
-    texts += ["a<|endoftext|>b", "<|endoftext|>", "\n<|endoftext|><|endoftext|>\n", "<|endoftext|"]
-    texts += ["", " ", "\n\n  two\tlines \n", "don't 12345 naïve 你好 🙂"]
+    texts += ["<|endoftext|", "", " ", "\n\n  two\tlines \n", "don't 12345 naïve 你好 🙂"]
     for text in texts:
         ids = theirs(text)["input_ids"]
         assert ids == ours.encode_ordinary(text)
         assert theirs.decode(ids) == text
+    assert theirs("a" + EOT)["input_ids"] == [*ours.encode_ordinary("a"), ours.eot_token]
     assert theirs.eos_token_id == theirs.convert_tokens_to_ids(EOT) == ours.eot_token
+
+
+# -----------------------------------------------------------------------------
+# hf/evaluate.py: the project's evaluations of a Llama
+
+
+@torch.no_grad()
+def test_the_reader_gives_the_librarys_logits_losses_and_text(swapped):
+    reader, ids = Reader(swapped), tokens(2, 70)
+    x, y, expected = ids[:, :-1], ids[:, 1:], logits(swapped, ids[:, :-1])
+    assert torch.equal(reader(x), expected)
+    torch.testing.assert_close(reader(x, positions=slice(-3, None)), expected[:, -3:])
+    losses = torch.nn.functional.cross_entropy(expected.transpose(1, 2), y, reduction="none")
+    torch.testing.assert_close(reader(x, y, reduction="none"), losses)
+    cached = torch.cat([*reader.generate(x[:1], 12, temperature=0)], dim=1)
+    text = x[:1]
+    for _ in range(12):
+        text = torch.cat((text, reader(text)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(cached, text[:, -12:])
+
+
+@pytest.mark.parametrize("pos", EMBEDDINGS)
+def test_a_window_hides_what_is_further_back(pos):
+    ids, t = tokens(1, 60), torch.arange(60)
+    distance = t[:, None] - t
+    mask = torch.zeros(60, 60).masked_fill((distance < 0) | (distance >= 9), -torch.inf)
+    positions = dict(attention_mask=mask[None, None], position_ids=t[None])
+    expected = logits(swap_position_embedding(random_llama(), pos, 40), ids, **positions)
+    model = swap_position_embedding(random_llama(), pos, 40, window=9)
+    torch.testing.assert_close(logits(model, ids, use_cache=False), expected)
+    for kwargs in (dict(use_cache=True), dict(use_cache=False, **positions)):
+        with pytest.raises(Refused, match="window"):
+            model(ids, **kwargs)
+
+
+@pytest.fixture
+def text_and_llama(tmp_path):
+    """A .jsonl file of four texts, of which three are long, and the folder of a random Llama."""
+    texts = [path.read_text() for path in sorted(write_text(tmp_path / "text", 4).iterdir())]
+    texts = [texts[0][:300], "too short", texts[1][:300], texts[2][:300]]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
+    random_llama(vocab_size=257).save_pretrained(tmp_path / "plain")
+    tokenizer = hf.export.to_fast_tokenizer(load_tokenizer("byte", ""))
+    tokenizer.chat_template = (ROOT / "hf" / "chatml.jinja").read_text()
+    tokenizer.save_pretrained(tmp_path / "plain")
+    return tmp_path / "texts.jsonl", tmp_path / "plain"
+
+
+def evaluate(*words):
+    hf.evaluate.main([str(word) for word in words])
+    return json.loads(Path(words[words.index("--out") + 1]).read_text())
+
+
+def test_a_text_is_read_as_our_models_read_it_and_goes_on_after_a_stop(
+    text_and_llama, tmp_path, monkeypatch
+):
+    texts, llama = text_and_llama
+    words = ["perplexity", llama, "--data", texts, "--lengths", "64,128", "--windows", 3]
+    words += ["--rope_scaling", "kind=yarn", "temperature=true", "--out", tmp_path / "r.json"]
+    read, n_read = hf.evaluate.text_row, []
+
+    def stops(model, window, *args):
+        n_read.append(1)
+        if len(n_read) == 3:
+            raise KeyboardInterrupt
+        return read(model, window, *args)
+
+    monkeypatch.setattr(hf.evaluate, "text_row", stops)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(*words)
+    result = evaluate(*words)
+    assert len(n_read) == 7  # each of six windows once, and the one that was stopped
+    encoding = load_tokenizer("byte", "")
+    lines = map(json.loads, texts.read_text().splitlines())
+    windows = [encoding.encode_ordinary(line["text"])[:129] for line in lines]
+    windows = np.array([window for window in windows if len(window) == 129])
+    for length in (64, 128):
+        scaling = dict(kind="yarn", temperature=True, original_len=40, factor=length / 40)
+        model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+        swap_position_embedding(model, "rope", 40, rope_scaling=scaling)
+        row = result["lengths"][str(length)]
+        expected = text_row(Reader(model), windows[:, : length + 1], length, np.ones(257, int))
+        for name in ("loss", "perplexity", "bits_per_byte", "tokens", "by_position", "by_window"):
+            assert row[name] == pytest.approx(expected[name], abs=2e-4), name
+    refuses(hf.evaluate.main, [*map(str, words), "--lengths=32"], "holds something else")
+
+
+def test_passkeys_are_asked_by_the_chat_template_and_generated_alike(text_and_llama, tmp_path):
+    _, llama = text_and_llama
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    ids, n, _ = hf.evaluate.ChatPasskey(tokenizer).sample(700, np.random.default_rng(0))
+    text = tokenizer.decode(ids)
+    assert re.search(r"What is the pass key\?<\|im_end\|>\n<\|im_start\|>assistant\n", text)
+    assert re.search(r"The pass key is (\d{5})\. .*The pass key is \1$", text, re.S) and n == 5
+    words = ["passkey", llama, "--lengths", "700", "--trials", 3, "--out"]
+    once, decoded = evaluate(*words, tmp_path / "a.json"), tmp_path / "b.json"
+    decoded = evaluate(*words, decoded, "--generate")
+    assert once["lengths"] == decoded["lengths"]
 
 
 # -----------------------------------------------------------------------------
@@ -407,7 +509,8 @@ def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, c
     data, out = write_chats(tmp_path / "data"), tmp_path / "out"
     words = ["--model_name_or_path", llama_folder, "--learning_rate", 0.01, "--save_steps", 5]
     words += ["--dataset_name", data, "--output_dir", out, "--max_steps", 20]
-    finetune([*words, "--save_total_limit", 4])
+    words += ["--save_total_limit", 4]
+    finetune(words)
     (out / "training_args.bin").unlink()  # as if killed before the end, while it saved
     shutil.rmtree(out / "checkpoint-20")
     (out / "checkpoint-15" / "trainer_state.json").unlink()
@@ -419,109 +522,19 @@ def test_finetuning_learns_resumes_and_saves(finetune, llama_folder, tmp_path, c
     tuned, start = hf.swap.load(out), hf.swap.load(llama_folder)
     coefs, drawn = (m.model.layers[1].self_attn.pos.embedding.cos_coef for m in (tuned, start))
     assert torch.equal(coefs, drawn) and tuned.config.swap == start.config.swap
-    # started once more, or mistyped, it writes over nothing
+    # started once more, or with another flag, it writes over nothing
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     finetune(words)
     assert "done" in capsys.readouterr().out
-    refuses(finetune, [*words, "--output_dir", llama_folder], "--output_dir")
+    refuses(finetune, [*words, "--learning_rate", 0.02], "holds a run of other flags")
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
-def test_a_run_is_done_only_if_all_that_decides_it_is_the_same(finetune, tmp_path, monkeypatch):
-    """A setting, a file of the model, of the data, also in a folder below, or of the template."""
-    monkeypatch.chdir(tmp_path)
-
-    def train(script, training, *others):
-        (Path(training.output_dir) / "training_args.bin").write_text("x")
-
-    monkeypatch.setattr(hf.finetune.sft, "main", train)
-    for path in ("model/weights", "data/below/a.jsonl", "chat.jinja"):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text('{"text": "abc"}')
-    words = ["--model_name_or_path=model", "--dataset_name=data", "--output_dir=out"]
-    words += ["--chat_template_path=chat.jinja"]
-    hf.finetune.main(words)
-    Path("data/.hidden").write_text("x")
-    hf.finetune.main([*words, "--logging_steps=3", "--save_steps=9", "--report_to=none"])
-    for flag, value in (
-        ("num_train_epochs", 3),
-        ("max_steps", 500),
-        ("packing", False),
-        ("lr_scheduler_type", "constant"),
-        ("gradient_accumulation_steps", 8),
-        ("per_device_train_batch_size", 1),
-        ("model_name_or_path", "other"),
-    ):
-        refuses(
-            hf.finetune.main, [*words, f"--{flag}={value}"], "out was started", flag, str(value)
-        )
-    for path in ("model/weights", "data/below/a.jsonl", "chat.jinja"):
-        before = Path(path).read_text()
-        Path(path).write_text('{"text": "abd"}')
-        refuses(hf.finetune.main, words, "out was started", path)
-        Path(path).write_text(before)
-    Path("data/b.jsonl").write_text(before)
-    refuses(hf.finetune.main, words, "data/b.jsonl not there, now")
-
-
-def lines_of(*rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-TEXT, CHAT = {"text": "abc"}, {"messages": [{"role": "user", "content": "a"}]}
-
-
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"a": lines_of({"question": "who?"})}, ["a.jsonl, line 1", '"text" or "messages"']),
-        ({"a": lines_of(TEXT) + '{"text": \n'}, ["a.jsonl, line 2", "no JSON"]),
-        ({"a": lines_of({"text": "a<|endoftext|>b"})}, ["a.jsonl, line 1", "<|endoftext|>"]),
-        ({"a": "\n" + lines_of({"text": None}, TEXT)}, ["a.jsonl, line 2", '"text" is null']),
-        ({"a": lines_of({"text": 5})}, ["a.jsonl, line 1", '"text" is 5']),
-        ({"a": lines_of(TEXT, CHAT)}, ["a.jsonl, line 2", '"text" is not there']),
-        ({"a": lines_of(CHAT), "b": lines_of(TEXT)}, ["b.jsonl, line 1", '"messages"']),
-        ({"a": lines_of({"messages": "hello"})}, ["a.jsonl, line 1", "a list of"]),
-        ({"a": lines_of(CHAT, {"messages": []})}, ["a.jsonl, line 2", "a list of"]),
-        ({"a": lines_of({"messages": [{"role": "user", "content": None}]})}, ["a.jsonl, line 1"]),
-        ({"a": '{"text": "caf\udce9"}'}, ["a.jsonl, line 1", "UTF-8"]),  # latin-1
-        ({"a": '{"text": "\\ud800"}'}, ["a.jsonl, line 1", "UTF-8"]),
-        ({"a": lines_of(TEXT), "b": " \n"}, ["b.jsonl is empty"]),
-        ({"a": lines_of(TEXT), "below/b": lines_of(TEXT | {"x": 1})}, ["b.jsonl, line 1", '"x"']),
-        ({"a": lines_of(TEXT | {"x": 1}), "b": lines_of(TEXT | {"x": "1"})}, ['"x"']),
-        ({"test": lines_of(TEXT)}, ["--dataset_train_split"]),
-    ],
-    ids=str,
-)
-def test_data_are_refused_with_file_and_line_before_a_model_is_read(
-    files, words, finetune, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for name, text in files.items():
-        path = tmp_path / "data" / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode(errors="surrogateescape"))
-    argv = ["--model_name_or_path", tmp_path / "none", "--dataset_name", tmp_path / "data"]
-    refuses(finetune, [*argv, "--output_dir", tmp_path / "out"], *words)
-
-
-def test_fields_that_only_some_lines_have_are_no_reason_to_refuse(finetune, tmp_path):
-    """The library fills them in, but in a later file not those that the first has not."""
-    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    path.write_text(lines_of(TEXT, TEXT | {"x": 1.5, "y": None}), encoding="utf-8-sig")
-    other.write_text("\n" + lines_of(TEXT | {"x": 1}, TEXT | {"x": None}) + " \t\n")
-    hf.finetune.check_data([path, other], "text")
 
 
 def test_what_cannot_be_finetuned_is_refused(finetune, llama_folder, tmp_path):
     data = write_chats(tmp_path / "data")
-    words = ["--output_dir", tmp_path / "out", "--model_name_or_path"]
-    refuses(finetune, [*words, tmp_path / "none", "--dataset_name", data], "none")
-    refuses(finetune, [*words, llama_folder, "--dataset_name", tmp_path / "nothing"], "nothing")
-    refuses(finetune, [*words, llama_folder], "--dataset_name")
-    argv = [*words, llama_folder, "--dataset_name", data, "--max_length=64"]
-    refuses(hf.finetune.main, [*argv, "--chat_template_path=no.jinja"], "no.jinja")
-    refuses(hf.finetune.main, argv, "template", "--chat_template_path")
+    words = ["--model_name_or_path", llama_folder, "--output_dir"]
+    refuses(finetune, [*words, tmp_path / "out"], "--dataset_name")
+    refuses(finetune, [*words, llama_folder, "--dataset_name", data], "holds other files")
 
 
 @pytest.fixture
@@ -549,10 +562,11 @@ def test_the_calls_of_the_readme(finetune, benchmark, llama_folder, tmp_path, mo
     block = re.search(r"```python\n(.*?)```", page, re.S)[1]
     exec(block.replace("4096", "64").replace("HuggingFaceTB/SmolLM-1.7B", "llama"), {})
     commands = [line.split()[2:] for line in page.splitlines() if line.startswith("python -m ")]
-    assert len(commands) == 6  # two of hf.finetune, three of hf.benchmark, one of hf.export
-    for _, *words in commands[:2]:
-        finetune([*words, "--max_steps", 1])
-    numbers = benchmark("tuned_rope", *commands[-2][2:4], "--limit", 2)
+    for name, *words in commands:
+        if name == "hf.finetune" and "chats" in words:
+            finetune([*words, "--max_steps", 1])
+    (passkeys,) = [words for _, *words in commands if "passkeys" in words]
+    numbers = benchmark("tuned_rope", *passkeys[1:3], "--limit", 2)
     assert numbers["passkeys"]["acc,none"] in (0, 0.5, 1)
 
 
