@@ -6,8 +6,7 @@ NoPE, ALiBi, RoPE or FoPE in a Llama of the transformers library.
     model.save_pretrained(FOLDER)               # with coefficients and choice
     model = load(FOLDER)
 
-Once hf.swap is imported, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification and
-AutoModelForTokenClassification read it, too. The heads of the last two are new.
+Once hf.swap is imported, AutoModel and AutoModelForCausalLM read it, too.
 
 In the place of the library's attention is one that turns queries and keys by an embedding of ours,
 at the positions that the model is given, before the keys enter the cache.
@@ -167,22 +166,9 @@ class SwappedLlama(Swapped, LlamaForCausalLM):
         """The library would make a cache of the config's shape; ALiBi's keys are wider."""
 
 
-class SwappedSequenceClassifier(Swapped, llama.LlamaForSequenceClassification):
-    """With a head for a class of each text, not trained yet."""
-
-
-class SwappedTokenClassifier(Swapped, llama.LlamaForTokenClassification):
-    """With a head for a class of each token, not trained yet."""
-
-
 transformers.AutoConfig.register(SwappedConfig.model_type, SwappedConfig)
-for auto, made in (
-    (transformers.AutoModel, SwappedModel),
-    (transformers.AutoModelForCausalLM, SwappedLlama),
-    (transformers.AutoModelForSequenceClassification, SwappedSequenceClassifier),
-    (transformers.AutoModelForTokenClassification, SwappedTokenClassifier),
-):
-    auto.register(SwappedConfig, made)
+transformers.AutoModel.register(SwappedConfig, SwappedModel)
+transformers.AutoModelForCausalLM.register(SwappedConfig, SwappedLlama)
 load = SwappedLlama.from_pretrained
 
 

@@ -130,25 +130,6 @@ def test_saved_and_loaded(swapped, tmp_path):
         assert agree.float().mean() > 0.8
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
-def test_auto_classes_read_a_swapped_model(swapped, head, tmp_path):
-    """Without its head or with that of a classifier, which is saved and read as any model is."""
-    ids, swap = tokens(2, 30), swapped.config.swap
-    with torch.no_grad():
-        hidden = swapped.base_model(ids).last_hidden_state
-    swapped.save_pretrained(tmp_path / "swapped")
-    auto = getattr(transformers, f"AutoModelFor{head}")
-    model = auto.from_pretrained(tmp_path / "swapped", num_labels=3).eval()
-    for base in (transformers.AutoModel.from_pretrained(tmp_path / "swapped"), model.base_model):
-        with torch.no_grad():
-            assert torch.equal(base.eval()(ids).last_hidden_state, hidden)
-    model.config.pad_token_id = 0
-    before = logits(model, ids)
-    assert before.size(-1) == 3 and model.config.swap == swap
-    model.save_pretrained(tmp_path / "classifier")
-    assert torch.equal(logits(auto.from_pretrained(tmp_path / "classifier").eval(), ids), before)
-
-
 def test_the_same_seed_swaps_in_the_same_noise():
     a, b, c = (swap_position_embedding(random_llama(), "fope", 40, seed=s) for s in (0, 0, 1))
     coefs = [m.model.layers[0].self_attn.pos.embedding.cos_coef for m in (a, b, c)]
@@ -235,18 +216,6 @@ def test_packed_texts_are_as_if_alone(swapped):
     for how in (dict(use_cache=False), dict(attention_mask=by_mask)):  # the library's two ways
         packed = logits(swapped, ids, position_ids=positions, **how)
         torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4)
-
-
-def test_positions_given_by_hand_are_those_that_are_used():
-    """Position t of a longer text: FoPE's logits know where, and the cache knows it later."""
-    model = swap_position_embedding(random_llama(), "fope", 40)
-    ids, later = tokens(1, 30), torch.arange(100, 130)[None]
-    moved = logits(model, ids, position_ids=later)
-    assert (moved - logits(model, ids)).abs().max() > 0.01
-    with torch.no_grad():
-        cache = model(ids[:, :20], position_ids=later[:, :20], use_cache=True).past_key_values
-    rest = logits(model, ids[:, 20:], position_ids=later[:, 20:], past_key_values=cache)
-    torch.testing.assert_close(rest, moved[:, 20:], atol=1e-4, rtol=1e-4)
 
 
 def test_fope_is_not_given_positions_that_a_mask_does_not_say():
