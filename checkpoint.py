@@ -126,7 +126,8 @@ class Run:
     def write_log(self, line):
         self.log.append(line)
         if common.rank() == 0:
-            common.append(self.folder / "log.jsonl", json.dumps(line) + "\n")
+            with open(self.folder / "log.jsonl", "a") as f:
+                f.write(json.dumps(line) + "\n")
 
     def save(self, model, optimizer, step):
         if not all(p.isfinite().all() for p in model.parameters()):

@@ -4,14 +4,12 @@ What the scripts share: refusals in one sentence, files, devices and processes, 
 
 import argparse
 import atexit
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
-import secrets
 import shlex
 import subprocess
 import sys
@@ -26,8 +24,6 @@ ROOT = Path(__file__).resolve().parent
 
 # --- refusals: bad input ends in one sentence and exit code 1, a bug in its traceback
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, what a user may have of it, a file
-
 
 class Refused(Exception):
     """What one of our checks refuses. The message is one sentence for the user."""
@@ -37,11 +33,10 @@ def one_sentence_errors(main):
     """main, but what a user can mend ends in one sentence."""
 
     def wrapped(*args, **kwargs):
-        if sys.stderr is None:  # closed; a file of ours may not take its number
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        with suppress(AttributeError):  # not in a notebook
+            sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
         try:
             main(*args, **kwargs)
-            print(end="", flush=True)
         except Refused as e:
             sys.exit(f"error: {e}")
         except (MemoryError, RuntimeError) as e:
@@ -52,21 +47,14 @@ def one_sentence_errors(main):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
         except OSError as e:
-            if not e.filename and e.errno not in FULL:
+            if not e.filename:
                 raise
-            sys.exit(f"error: {e.filename or file_of_output()}: {e.strerror}")
+            sys.exit(f"error: {e.filename}: {e.strerror}")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
 
     return wrapped
-
-
-def file_of_output():
-    """The file that stdout goes to, such as "run.log"; "output" where the system does not say."""
-    with suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}")
-    return "output"
 
 
 def is_out_of_memory(e):
@@ -79,22 +67,14 @@ def is_out_of_memory(e):
 
 
 class Bar(tqdm):
-    """
-    A progress bar. Without a terminal it is printed every ten seconds. It ends no run where its log
-    is on a full disk, or closed.
-    """
+    """A progress bar; into a file it is printed every ten seconds."""
 
     def __init__(self, *args, **kwargs):
-        at_terminal = sys.stderr is not None and sys.stderr.isatty()
-        super().__init__(*args, **{"mininterval": 0.1 if at_terminal else 10} | kwargs)
+        super().__init__(*args, mininterval=0.1 if sys.stderr.isatty() else 10, **kwargs)
 
     def display(self, *args, **kwargs):
-        with suppress(OSError, ValueError):
+        with suppress(OSError):  # Ctrl-C ends the tee of `train.py 2>&1 | tee log`, too
             return super().display(*args, **kwargs)
-
-    def close(self):
-        with suppress(OSError, ValueError):
-            super().close()
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -134,20 +114,15 @@ def make_folder(path):
 
 @contextmanager
 def lock(folder):
-    """
-    Within it no other process writes to a folder, and what a killed one left half written is gone.
-    Refused where another process, which still runs, has the lock.
-    """
+    """Within it no other process writes to a folder. Refused where another one has the lock."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"another command is writing to {folder}") from None
-        except OSError:  # a disk that has no locks
-            pass
-        for half in Path(folder).glob(f"*.{'[0-9a-f]' * 8}.tmp"):  # of write_atomically
-            half.unlink()
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(f"another command is writing to {folder}") from None
+    except OSError:  # a disk that has no locks
+        pass
+    try:
         yield
     finally:
         os.close(fd)
@@ -155,31 +130,15 @@ def lock(folder):
 
 def write_atomically(path, write):
     """Call write(file), then rename: a kill or a full disk leaves the old file or the new one."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = Path(f"{path}.tmp")
     try:
-        with open(temporary, "xb") as f:
+        with open(temporary, "wb") as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())  # or a power cut could leave the new name without its content
         os.replace(temporary, path)
-    except BaseException as e:
-        with suppress(OSError):  # a read-only disk refuses this, too
-            temporary.unlink(missing_ok=True)
-        disk = e if isinstance(e, OSError) else e.__context__  # torch.save has words of its own
-        if isinstance(disk, OSError):
-            raise Refused(f"{path} could not be written ({disk.strerror or disk})") from None
-        raise
-
-
-def append(path, text):
-    """Add text to the end of a file. On a full disk the error names it."""
-    try:
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(text)
-    except OSError as e:
-        e.filename = str(path)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path, content):
@@ -282,23 +241,20 @@ def all_reduce_sum(tensor):
 def git_commit():
     """
     That of the code; "-dirty" with changes to all but results/, and with a new .py file. "unknown"
-    without git, and where the repository is that of other files, which the code lies in or which
-    the environment names.
+    without git, or if the folder of the code is no repository of its own.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
 
     def git(*args):
         command = ["git", "--git-dir=.git", *args]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     try:
-        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-        is_ours = git("ls-files", "--error-unmatch", Path(__file__).name).returncode == 0
-        changed = git("diff", "--quiet", "HEAD", "--", ".", ":(exclude)results").returncode == 1
-        new = git("ls-files", "--others", "--exclude-standard", "--", "*.py").stdout
-    except OSError:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("diff", "--name-only", "HEAD", "--", ".", ":(exclude)results")
+        new = git("ls-files", "--others", "--exclude-standard", "--", "*.py")
+    except FileNotFoundError:
         return "unknown"
-    return commit + "-dirty" * bool(changed or new) if commit and is_ours else "unknown"
+    return commit + "-dirty" * bool(changed or new) if commit else "unknown"
 
 
 def provenance(device):

@@ -6,7 +6,6 @@ Text from a trained model, printed as it comes.
 
 import codecs
 import sys
-from contextlib import suppress
 
 import torch
 
@@ -37,8 +36,6 @@ def main(argv=None):
     if "" in prompts:
         raise Refused("--prompt is empty: there is nothing to go on with")
     model.eval()
-    with suppress(AttributeError):  # a terminal may lack a character; a notebook has no terminal
-        sys.stdout.reconfigure(errors="replace")
     for prompt in prompts:
         go_on(model, encoding, prompt, args, device)
 

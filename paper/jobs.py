@@ -19,7 +19,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import common
 from common import ROOT, ArgumentParser, Refused, make_folder, one_sentence_errors, read_json
 from paper.results import check_result
 from recipe import MAY_CHANGE, Recipe, parse_lengths
@@ -78,7 +77,8 @@ def start(job, log, environment):
     """The process of the first command of a job, which writes to its log."""
     # results name their command: paths as seen from the repository's root
     command = [str(word).removeprefix(f"{ROOT}/") for word in job.commands[0]]
-    common.append(log, f"python {shlex.join(command)}\n")
+    with open(log, "a", encoding="utf-8") as f:
+        f.write(f"python {shlex.join(command)}\n")
     with open(log, "ab") as f:
         stop_with_us = None
         if sys.platform == "linux":  # where we are killed, it is told to stop

@@ -1,6 +1,5 @@
 """What the scripts share: flags, errors in one sentence, files, where a result comes from."""
 
-import errno
 import os
 import re
 import shutil
@@ -69,17 +68,9 @@ def test_torch_tiktoken_numpy_and_tqdm_suffice(script, tmp_path):
     argv = ["--help"]
     if script == "prepare_data":
         (tmp_path / "text.txt").write_text("some text\n" * 900)
-        argv = [
-            "--source",
-            tmp_path / "text.txt",
-            "--tokenizer",
-            "byte",
-            "--out",
-            tmp_path / "data",
-        ]
+        argv = ["--source", tmp_path / "text.txt", "--tokenizer=byte", "--out", tmp_path / "data"]
     command = [sys.executable, "-c", WITH_FOUR_PACKAGES, f"{script}.py", *map(str, argv)]
-    run = subprocess.run(command, cwd=common.ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    subprocess.run(command, cwd=common.ROOT, check=True)
 
 
 FOREIGN = """
@@ -106,7 +97,7 @@ def test_the_embeddings_serve_in_a_foreign_project(tmp_path):
         (Refused("a check"), "error: a check"),
         (MemoryError(), "error: out of memory; "),
         (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
-        (FileNotFoundError(errno.ENOENT, "No such file", "x"), "error: x: No such file"),
+        (FileNotFoundError(2, "No such file", "x"), "error: x: No such file"),
         (KeyboardInterrupt(), "130"),
     ],
 )
@@ -117,22 +108,6 @@ def test_what_a_user_can_mend_is_one_sentence(error, code):
     with pytest.raises(SystemExit) as info:
         common.one_sentence_errors(main)()
     assert str(info.value.code).startswith(code)
-
-
-@pytest.mark.slow
-def test_a_full_disk_names_the_file(tmp_path):
-    """That which stdout goes to, also where a user may have no more, and a log of ours."""
-    code = "import common, errno, sys\n@common.one_sentence_errors\ndef main(): {}\nmain()"
-    quota = "raise OSError(errno.EDQUOT, 'Disk quota exceeded')"
-    for line, out, expected in (
-        ("print(1)", "/dev/full", "/dev/full: No space left on device"),
-        (quota, tmp_path / "run.log", f"{tmp_path}/run.log: Disk quota exceeded"),
-        ("common.append('/dev/full', 'x')", "/dev/null", "/dev/full: No space left on device"),
-    ):
-        command = [sys.executable, "-c", code.format(line)]
-        with open(out, "w") as f:
-            run = subprocess.run(command, cwd=common.ROOT, stdout=f, stderr=subprocess.PIPE)
-        assert (run.returncode, run.stderr.decode()) == (1, f"error: {expected}\n")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes"), KeyError("x"), FileNotFoundError("x")])
@@ -172,13 +147,28 @@ def half_a_file(f):
 def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     write_json(path, {"old": 1})
-    with pytest.raises(Refused, match=r"x\.json"):
+    with pytest.raises(OSError, match="No space left"):
         write_atomically(path, half_a_file)
     replace, seen = os.replace, []
     monkeypatch.setattr(os, "replace", lambda a, b: seen.append(read_json(path)) or replace(a, b))
     write_json(path, {"new": 2})
     assert seen == [{"old": 1}] and read_json(path) == {"new": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_lock_blames_others_for_nothing(tmp_path, monkeypatch):
+    """Neither for an error of what runs within it, nor where a disk has no locks."""
+    with pytest.raises(BlockingIOError), common.lock(tmp_path):
+        raise BlockingIOError
+
+    def no_locks(fd, how):
+        raise OSError("No locks available")
+
+    with common.lock(tmp_path):
+        refuses(lambda _: common.lock(tmp_path).__enter__(), [], str(tmp_path))
+    monkeypatch.setattr(common.fcntl, "flock", no_locks)
+    with common.lock(tmp_path):
+        assert not list(tmp_path.iterdir())
 
 
 # --- provenance
@@ -193,38 +183,21 @@ COMMIT = "-c user.name=a -c user.email=a commit -q --allow-empty -m one"
 
 
 def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    assert git_commit() == "unknown"
-    (tmp_path / "results").mkdir()
-    names = ("common.py", "model.py", "results/x.json")
-    _, code, result = paths = [tmp_path / name for name in names]
+    monkeypatch.setattr(common, "ROOT", tmp_path / "fope")
+    (tmp_path / "fope" / "results").mkdir(parents=True)
+    paths = [tmp_path / "fope" / name for name in ("model.py", "mine.py", "results/x.json")]
     for path in paths:
         path.write_text("1")
-    git(tmp_path, "init -q", COMMIT)
-    assert git_commit() == "unknown"  # somebody's repository, into which the code was unpacked
-    git(tmp_path, "add .", COMMIT)
-    commit = git_commit()
-    assert len(commit) == 12
-    result.write_text("2")
-    assert git_commit() == commit
-    (tmp_path / "mine.py").write_text("1")
-    assert git_commit() == f"{commit}-dirty"
-    (tmp_path / "mine.py").unlink()
-    code.write_text("2")
-    assert git_commit() == f"{commit}-dirty"
-
-
-def test_a_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, monkeypatch):
-    """Of one that it lies in, also where that has committed it; of one that a git hook names."""
-    ours = git_commit()
-    (tmp_path / "fope").mkdir()
-    (tmp_path / "fope" / "common.py").write_text("1")
     git(tmp_path, "init -q", "add .", COMMIT)
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    monkeypatch.setenv("GIT_INDEX_FILE", ".git/index")
-    assert git_commit() == ours
-    monkeypatch.setattr(common, "ROOT", tmp_path / "fope")
-    assert git_commit() == "unknown"
+    assert git_commit() == "unknown"  # of somebody's repository, which the code lies in
+    git(tmp_path / "fope", "init -q", "add model.py results", COMMIT)
+    dirty = git_commit()
+    assert dirty.endswith("-dirty") and len(dirty) == 18  # mine.py is new
+    paths[1].unlink()
+    paths[2].write_text("2")
+    assert f"{git_commit()}-dirty" == dirty
+    paths[0].write_text("2")
+    assert git_commit() == dirty
 
 
 @pytest.mark.parametrize(
@@ -238,10 +211,7 @@ def test_a_commit_is_that_of_the_code_and_of_no_other_repository(tmp_path, monke
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
-        ("NVIDIA H100 80GB HBM2e", None),  # on PCIe
     ],
 )
 def test_a_card_has_its_own_peak_or_none(name, peak):
@@ -264,23 +234,3 @@ def test_processes_on_gpus_reduce_tensors_of_the_cpu_too(monkeypatch):
     monkeypatch.setattr(common.atexit, "register", lambda call: None)
     assert common.init_distributed("cuda") == torch.device("cuda:1")
     assert seen == [1, "cpu:gloo,cuda:nccl"]
-
-
-def test_the_lock_removes_what_we_left_half_written_and_nothing_else(tmp_path):
-    for name in ("thesis.tmp", "checkpoint.pt.0123abcd.tmp"):
-        (tmp_path / name).write_text("x")
-    with common.lock(tmp_path):
-        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tmp"]
-
-
-def test_a_lock_blames_others_for_nothing(tmp_path, monkeypatch):
-    """Neither for an error of what runs within it, nor where a disk has no locks."""
-    with pytest.raises(BlockingIOError), common.lock(tmp_path):
-        raise BlockingIOError
-
-    def no_locks(fd, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(common.fcntl, "flock", no_locks)
-    with common.lock(tmp_path):
-        assert not list(tmp_path.iterdir())
