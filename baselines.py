@@ -16,17 +16,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from fope import POSITION_EMBEDDINGS, PositionEmbedding, PositionError, RoPE
+from fope import POSITION_EMBEDDINGS, SDPA_WITHOUT_CUDNN, PositionEmbedding, PositionError, RoPE
 
 # --- learned biases
 
 QUERIES_PER_BLOCK = 128
-
-# cuDNN makes a plan for every new length, which takes longer than the attention itself
-SDPA_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class LearnedBias(PositionEmbedding):
@@ -216,6 +213,8 @@ def rope_scaling(
         raise PositionError(f"kind must be one of {', '.join(scales)}, not {kind}")
     if not 1 <= factor < math.inf:
         raise PositionError(f"factor must be a number from 1 on, not {factor}")
+    if temperature not in (True, False):
+        raise PositionError(f"temperature must be true or false, not {temperature}")
     qk_factor = 0.1 * math.log(factor) + 1 if temperature else 1.0
     scale = partial(scales[kind], factor=factor)
     return {"train_len": original_len, "scale": scale, "qk_factor": qk_factor}

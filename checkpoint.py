@@ -175,9 +175,7 @@ def resumed_recipe(folder, started, given):
     `started`, the recipe that a run was started with, changed by the flags that were typed. Raises
     Refused if one of these settings may not change.
     """
-    if "rope_scaling" in given:
-        given["rope_scaling"] = (started.rope_scaling or {}) | given["rope_scaling"]
-    recipe = started.changed(**given)
+    recipe = started.read_with(**given)
     for name, old in asdict(started).items():
         new = getattr(recipe, name)
         if new != old and name not in MAY_CHANGE:

@@ -16,7 +16,7 @@ An embedding is one nn.Module with three methods: these two, and one for readers
                                   # the logits (B, n_head, T, T), before mask and softmax
 
 To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
-into POSITION_EMBEDDINGS, as baselines.py does. It raises PositionError for what it cannot do.
+into POSITION_EMBEDDINGS. It raises PositionError for what it cannot do.
 An embedding that is added to the input x, as learned absolute positions are, has no place in this
 interface: it would be a line in GPT.forward.
 
@@ -28,6 +28,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 
 class PositionError(ValueError):
@@ -123,6 +124,9 @@ With a series: the first pair follows cos t + 0.1 cos 0.1 t, the second cos 0.1 
 
 
 # --- attention
+
+# cuDNN makes a plan for every new length, which takes longer than the attention itself
+SDPA_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention(q, k, v, window=None, scale=None):
@@ -355,6 +359,8 @@ class FoPE(RoPE):
         super().__init__(**kwargs)
         if variant not in ("released", "paper"):
             raise PositionError(f"variant must be released or paper, not {variant}")
+        if cap not in (True, False):
+            raise PositionError(f"cap must be true or false, not {cap}")
         if not 0 <= sigma < math.inf:
             raise PositionError(f"sigma must be a number from 0 on, not {sigma}")
         if floor < 0:
@@ -399,5 +405,7 @@ class FoPE(RoPE):
         return fourier_tables(*super().make_tables(T), *coefs, self.head_dim // 2, self.sin_pad)
 
 
-# baselines.py, which model.py imports, adds the others
 POSITION_EMBEDDINGS = {"nope": NoPE, "alibi": ALiBi, "rope": RoPE, "fope": FoPE}
+# the paper's other baselines, in a file that is read where one of them is named
+POSITION_EMBEDDINGS |= {"kerple": "baselines.KERPLE", "fire": "baselines.FIRE"}
+POSITION_EMBEDDINGS |= {"rope_a": "baselines.RoPEA", "rope_taper": "baselines.TaperedRoPE"}

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from baselines import SDPA_WITHOUT_CUDNN, rope_scaling
-from fope import POSITION_EMBEDDINGS, PositionEmbedding, RoPE
+from fope import POSITION_EMBEDDINGS, SDPA_WITHOUT_CUDNN, PositionEmbedding, RoPE
 
 # --- what a model is
 
@@ -54,8 +53,10 @@ class GPTConfig:
 
 def embedding_class(pos):
     """That of a name in POSITION_EMBEDDINGS, or of a file of one's own, as mine.Class."""
-    module, _, name = pos.rpartition(".")
-    cls = getattr(import_module(module), name) if module else POSITION_EMBEDDINGS[pos]
+    cls = POSITION_EMBEDDINGS.get(pos, pos)
+    if isinstance(cls, str):
+        module, _, name = cls.rpartition(".")
+        cls = getattr(import_module(module), name)
     if not (isinstance(cls, type) and issubclass(cls, PositionEmbedding)):
         raise AttributeError(f"{pos} is no PositionEmbedding")
     return cls
@@ -66,6 +67,8 @@ def make_pos(config):
     shape = dict(head_dim=config.head_dim, theta=config.theta)
     kwargs = dict(**shape, n_head=config.n_head, train_len=config.train_len)
     if config.rope_scaling:
+        from baselines import rope_scaling  # here, since few models need it
+
         kwargs |= rope_scaling(**config.rope_scaling, **shape)
     return embedding_class(config.pos)(**kwargs, **config.pos_args)
 

@@ -12,12 +12,13 @@ import re
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from scipy import stats
 
 from common import Refused, read_json
-from recipe import MAY_CHANGE, Recipe, is_a, parse_lengths
+from recipe import MAY_CHANGE, Recipe, parse_lengths
 
 # The order of the embeddings everywhere, and their names.
 NAMES = {
@@ -33,6 +34,12 @@ NAMES = {
 MAY_DIFFER = ("seed", "init_from", *MAY_CHANGE)  # between the models of one label
 
 # --- reading
+
+
+def is_a(value, kind):
+    """Whether a value is of a type. A bool is no int, and an int may stand for a float."""
+    kinds = get_args(kind) or (kind,)
+    return object in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def load_results(paths, of_today=()):

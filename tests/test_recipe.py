@@ -3,15 +3,16 @@
 import math
 import re
 from dataclasses import asdict, fields, replace
+from typing import Literal
 
 import pytest
 import torch
 from conftest import refuses
 
 import train
-from fope import FoPE
-from model import GPTConfig
-from recipe import OF_THE_DATA, RECIPES, Recipe, check_keywords, check_pos, flag_words, keywords_of
+from fope import POSITION_EMBEDDINGS, PositionEmbedding
+from model import GPTConfig, make_pos
+from recipe import OF_THE_DATA, RECIPES, Recipe, check_pos, flag_words
 
 SHAPE = dict(train_len=40, vocab_size=50, n_layer=1, n_head=2, head_dim=16, n_embd=32)
 SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
@@ -19,27 +20,38 @@ SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
 # --- the keywords of embeddings
 
 
-class More(FoPE):
-    def __init__(self, *, strength: float = 1.0, any_of=None, **kwargs):
+class Typed(PositionEmbedding):
+    def __init__(
+        self, *, mode: Literal["sum", "mean"] = "sum", widths: list[int] = (), scale=1.0, **kwargs
+    ):
         super().__init__(**kwargs)
+        self.kept = mode, widths, scale
 
 
-def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_value():
-    for good in ({"any_of": "x"}, {"any_of": None}, {"strength": 2, "sigma": 1, "freqs": None}):
-        check_keywords("more", good, keywords_of(More))
+def test_an_embedding_of_ones_own_takes_keywords_of_any_type(monkeypatch):
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "typed", Typed)
+    args = ["--pos=typed", "--pos_args", "mode=mean", "widths=[1,2]", "scale=2.5"]
+    recipe = Recipe(**SHAPE | train.parse_args(["--out=x", *args])[1])
+    check_pos(recipe)
+    assert make_pos(recipe).kept == ("mean", [1, 2], 2.5)
+
+
+def test_truth_is_spelled_as_in_json_or_in_python():
+    args = ["--pos_args", "cap=False", "floor=true", "sin_pad=None"]
+    given = train.parse_args(["--out=x", *args])[1]
+    assert given["pos_args"] == {"cap": False, "floor": True, "sin_pad": None}
 
 
 @pytest.mark.parametrize(
     "changes, word",
     [
         (dict(pos_args={"gamma": 3}), "gamma"),
-        (dict(pos_args={"cap": "False"}), "cap"),
-        (dict(pos_args={"sigma": True}), "sigma"),
+        (dict(pos_args={"cap": "no"}), "cap"),
         (dict(pos_args={"fourier_dim": 3.5}), "fourier_dim"),
         (dict(pos="rope", pos_args={"head_dim": 8}), "head_dim"),  # a model gives it by itself
-        (dict(pos="alibi", rope_scaling=SCALED), "--rope_scaling"),
+        (dict(pos="alibi", rope_scaling=SCALED), "alibi"),
         (dict(rope_scaling={"factor": 2.0}), "original_len"),
-        (dict(rope_scaling=SCALED | {"factor": "2"}), "factor"),
+        (dict(rope_scaling=SCALED | {"temperature": "off"}), "temperature"),
         (dict(rope_scaling=SCALED | {"beta": 8}), "beta"),
         # what they themselves do not take
         (dict(pos_args={"sigma": -0.1}), "sigma"),
@@ -51,6 +63,7 @@ def test_a_class_has_the_keywords_of_its_bases_and_without_annotation_takes_any_
         (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": 3}), "n_table"),
         (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": -1}), "n_table"),
         (dict(theta=math.inf), "theta"),
+        (dict(pos_args={"sigma": math.nan}), "sigma"),
         (dict(seed=10**19), "seed"),
         (dict(rope_scaling=SCALED | {"factor": math.inf}), "factor"),
         (dict(train_len=6), "floor"),
@@ -143,17 +156,39 @@ def test_keywords_of_the_same_embedding_are_added_and_of_another_start_anew():
     assert RECIPES["180M"] == recipe and RECIPES["60M"].pos_args == {}
 
 
+def scaling_read(recipe, **scaling):
+    return recipe.read_with(rope_scaling=scaling).rope_scaling
+
+
 def test_scales_are_of_the_length_that_the_weights_were_first_trained_at():
     trained = Recipe(pos="rope", train_len=512)
     assert trained.continued(init_from="x").rope_scaling is None
     pi = {"kind": "interpolate", "factor": 2.0}
-    assert trained.scaling_of_trained(pi) == pi | {"original_len": 512}
+    assert scaling_read(trained, **pi) == pi | {"original_len": 512}
     yarn = {"kind": "yarn", "factor": 4.0, "original_len": 512}
-    assert trained.scaling_of_trained({"factor": 4.0}) == yarn
+    assert scaling_read(trained, factor=4.0) == yarn
     longer = trained.continued(init_from="x", train_len=2048, rope_scaling={"factor": 4.0})
     assert longer.rope_scaling == yarn and longer.train_len == 2048
-    assert longer.scaling_of_trained({"factor": 8.0}) == yarn | {"factor": 8.0}
-    warm = longer.continued(init_from="y", rope_scaling={"factor": 4.0, "temperature": True})
+    assert scaling_read(longer, factor=8.0) == yarn | {"factor": 8.0}
+    warm = longer.continued(init_from="y", rope_scaling={"temperature": True})
     assert warm.rope_scaling == yarn | {"temperature": True}
     assert longer.continued(init_from="y").rope_scaling == yarn  # stays
-    assert longer.scaling_of_trained(pi | {"original_len": 64}) == pi | {"original_len": 64}
+    assert scaling_read(longer, **pi, original_len=64) == pi | {"original_len": 64}
+
+
+def test_what_is_not_typed_of_a_scaling_is_as_it_was_trained():
+    ntk = {"kind": "ntk", "factor": 4.0, "original_len": 512, "temperature": True}
+    trained = Recipe(pos="rope", train_len=2048, rope_scaling=ntk)
+    assert scaling_read(trained, factor=8.0) == ntk | {"factor": 8.0}
+    assert (
+        trained.continued(init_from="x", rope_scaling={"factor": 8.0}).rope_scaling["kind"] == "ntk"
+    )
+    assert trained.continued(init_from="x", pos="rope_a").rope_scaling is None
+
+
+def test_a_continued_run_has_its_shape_from_its_start_and_all_else_from_the_preset():
+    trained = RECIPES["180M"].changed(pos="rope", n_layer=2, data="mine", lr=1.0, seed=3, task="x")
+    new = trained.continued(init_from="run", pos="fope", tokens=7)
+    changes = dict(n_layer=2, data="mine", init_from="run", tokens=7)
+    assert new == RECIPES["180M"].changed(**changes, pos_args={"cap": False})
+    assert new.pos_args == {"sigma": 0.4, "cap": False}
