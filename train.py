@@ -36,7 +36,6 @@ from checkpoint import (
     data_fingerprint,
     holds_a_run,
     load_checkpoint,
-    next_command,
     open_data,
     open_run,
     resumed_recipe,
@@ -289,7 +288,7 @@ def main(argv=None):
         if args.evaluate:  # fail before training if the tokenizer is missing
             load_tokenizer(recipe.tokenizer, recipe.data)
         step = train(run, model, optimizer, data, step, device, args.stop_at)
-    print(f"step {step:,} of {recipe.n_steps:,} is saved; now: {next_command(run, recipe, step)}")
+    print(f"step {step:,} of {recipe.n_steps:,} is saved in {args.out}")
     if run.signum:
         sys.exit(128 + run.signum)
     if step == recipe.n_steps:

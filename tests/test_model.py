@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -237,33 +238,29 @@ def test_checkpoint_round_trip(pos_name, tmp_path):
 
 
 class Bomb:
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.system, ("touch exploded",)
+        return os.system, (f"touch {self.path}",)
 
 
-def test_a_checkpoint_that_cannot_be_used_is_refused_with_a_sentence(tmp_path, monkeypatch):
-    """One that is whole, but does not fit this code, says what does not fit."""
-    monkeypatch.chdir(tmp_path)
-    save_checkpoint(tmp_path, small())
-    load, path = lambda argv: load_checkpoint(*argv), tmp_path / "checkpoint.pt"
+def test_a_checkpoint_runs_no_code_and_one_whose_bytes_have_changed_is_refused(tmp_path):
+    load, path, model = lambda _: load_checkpoint(tmp_path), tmp_path / "checkpoint.pt", small()
+    refuses(load, [], "there is no checkpoint")
+    save_checkpoint(tmp_path, model)
+    content = path.read_bytes()
+    start = content.index(model.head.weight.detach().numpy().tobytes())
+    path.write_bytes(content[:start] + b"\0" + content[start + 1 :])
+    refuses(load, [], str(path), "is damaged")
     state = torch.load(path, weights_only=True)
-    other = {"weight": torch.zeros(3)}
-    recipe = state["config"]["recipe"]
-    gone, more = ({"config": {"recipe": recipe | change}} for change in ({"pos": "x"}, {"y": 3}))
-    for content, words in (
-        ({"model": other}, ["is damaged"]),
-        ({"model": Bomb()}, ["is damaged"]),
-        (state | {"config": {"hidden_size": 3}}, ["is damaged"]),
-        (state | {"model": other}, ["embed.weight", "changed"]),
-        (state | gone, ["'x'", "known: nope, alibi, rope, fope"]),
-        (state | more, ["'y'"]),
-    ):
-        torch.save(content, path)
-        message = refuses(load, [tmp_path], str(tmp_path), *words)
-        assert ("is damaged" in message) == ("is damaged" in words)
+    gone = state["config"]["recipe"] | {"pos": "x"}
+    torch.save(state | {"config": {"recipe": gone}}, path)
+    refuses(load, [], "'x'", "known: nope, alibi, rope, fope")
+    torch.save({"model": Bomb(tmp_path / "exploded")}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        load_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()
-    path.unlink()
-    refuses(load, [tmp_path], str(tmp_path))
 
 
 # --- memory
