@@ -42,7 +42,7 @@ from checkpoint import (
     with_pos,
 )
 from common import Bar, Refused, positive_int
-from data import Batches, TokenData, load_tokenizer, window_loss
+from data import Batches, TokenData, window_loss
 from model import GPT
 from recipe import RECIPES, add_flags
 
@@ -160,14 +160,6 @@ def accumulate_gradients(model, batch, n_micro):
 # --- the loop
 
 
-def check_compiler(device):
-    """Fail before training where torch.compile finds no compiler."""
-    try:
-        torch.compile(torch.sin)(torch.zeros(1, device=device))
-    except torch._dynamo.exc.BackendCompilerFailed as e:
-        raise Refused(f"--compile does not work here: {str(e).splitlines()[0]}") from None
-
-
 def read_validation(recipe):
     """The validation tokens whose loss is measured while training, (S + 1,) int64."""
     data = TokenData(recipe.data, "val")
@@ -208,7 +200,6 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
 
     model = raw_model
     if recipe.compile:
-        check_compiler(device)
         raw_model.compile_parts()
     if common.world_size() > 1:  # broadcast_buffers=False: all processes have drawn the same
         ids = [device] if device.type != "cpu" else None
@@ -241,7 +232,7 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
             agreed = common.all_reduce_sum(agreed)
 
             # clip the gradients and update the weights
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             step += 1
@@ -260,6 +251,7 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
                 seconds = max(time.monotonic() - last_time, 1e-9)
                 tokens_per_s = (step - last_step) * tokens_per_step / seconds
                 line = {"step": step, "tokens": tokens, "loss": loss, "lr": lr}
+                line["grad_norm"] = grad_norm.item()  # before the clipping
                 line |= throughput(tokens_per_s, raw_model, device)
                 progress = f"loss {loss:.3f}"
                 if validate:
@@ -284,14 +276,11 @@ def main(argv=None):
     device = common.init_distributed(args.device)
     with open_run(args.out) as run:
         model, optimizer, data, step = make_model(run, given, args.resume, device)
-        recipe = model.config
-        if args.evaluate:  # fail before training if the tokenizer is missing
-            load_tokenizer(recipe.tokenizer, recipe.data)
         step = train(run, model, optimizer, data, step, device, args.stop_at)
-    print(f"step {step:,} of {recipe.n_steps:,} is saved in {args.out}")
+    print(f"step {step:,} of {model.config.n_steps:,} is saved in {args.out}")
     if run.signum:
         sys.exit(128 + run.signum)
-    if step == recipe.n_steps:
+    if step == model.config.n_steps:
         for name in args.evaluate:
             import_module(f"eval_{name}").main([str(args.out), "--device", args.device])
 

@@ -118,6 +118,7 @@ def test_three_steps_are_clipped_adamw_by_hand(data_folder, tmp_path):
         assert state["log"][step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
         gradients = torch.autograd.grad(loss, parameters.values())
         norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients)))
+        assert state["log"][step]["grad_norm"] == pytest.approx(norms[-1], rel=1e-5)
         clip = min(1.0, 1.0 / norms[-1])
         progress = (step - 2) / (recipe.n_steps - 3)  # 20 steps, after two of warm-up
         lr = 0.01 * ((step + 1) / 2 if step < 2 else 0.55 + 0.45 * math.cos(math.pi * progress))
