@@ -32,8 +32,8 @@ from common import Bar
 from data import window_loss
 from fope import POSITION_EMBEDDINGS
 from model import GPT
-from paper.tables import bench_table
 from recipe import RECIPES
+from rows import markdown
 
 
 class Workload:
@@ -144,6 +144,25 @@ def summarise(rounds, measured):
             row[f"to_{other}"] = {what: statistics.median(rs) for what, rs in ratios.items()}
         summary[pos] = row | measured[pos]
     return summary
+
+
+def bench_table(result):
+    """A result of experiments/bench.py: a row for each thing that an embedding does."""
+    rows, peak = [], common.peak_flops(result["hardware"])
+    references = [name for name in ("nope", "rope") if name in result["summary"]]
+    step = result["batch_size"] * result["train_len"]
+    works = {"train": step, "compiled": step, "eval": result["eval_len"]}
+    for pos, row in result["summary"].items():
+        for what in (what for what in works if what in row):
+            cells = [f"{pos}, {what}", f"{1000 * works[what] / row[what]:,.1f}"]
+            cells += [f"{row[what]:,.0f}", *(f"{row[f'to_{r}'][what]:.2f}" for r in references)]
+            has_mfu = peak and f"{what}_flops" in row
+            cells += [f"{row[what] * row[f'{what}_flops'] / peak:.1%}" if has_mfu else "-"]
+            cells += [f"{row[f'{what}_bytes'] / 1e9:.2f}"]
+            rows.append([*cells, row.get(f"{what}_kernels", "-")])
+    title = f"{result['preset']}, T = {result['train_len']}, batch {result['batch_size']}"
+    ratios = [f"to {name}" for name in references]
+    return markdown([title, "ms", "tokens/s", *ratios, "MFU", "GB", "attention"], rows)
 
 
 def main(argv=None):

@@ -44,7 +44,7 @@ has all numbers.
             runs_out/tiny/text/{rope_cycles1_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
             --name others --conditions none near "both, wrapped"
 
-The models are those of python -m paper figure1, enough and figure1_all. Figure and json go to
+The models are those of figure1, enough and figure1_all in results/studies.sh. Figure and json go to
 results/mechanism, over those that are there; --out names another folder.
 """
 
@@ -62,6 +62,7 @@ from common import Refused, add_device_flag, init_distributed, one_sentence_erro
 from data import TokenData, window_loss
 from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
+from rows import cell, markdown
 
 PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
@@ -219,6 +220,20 @@ def draw_places(rows, train_len):
     tidy(axes[0], where, "% of the damage that is left", "What is left of the damage")
     tidy(axes[1], where, "% of attention", "What attention far tokens get (line across: as it is)")
     return fig
+
+
+def cause_table(runs):
+    """
+    How much is left of the damage, in %, if the slow or the fast pairs are held at a distance: the
+    mean over the runs of wrap_held.json, which were trained at 512.
+    """
+    lines = []
+    for pairs in ("slow", "fast"):
+        removed = {place: [run["removed"][f"{pairs}, {place}"] for run in runs] for place in HELD}
+        left = [cell(1 - np.array(shares), factor=100, digits=0) for shares in removed.values()]
+        lines.append([f"{pairs} pairs", *left])
+    distances = [str(held_distance(place, 512)) for place in HELD]
+    return markdown(["% of the damage left if held at", *distances], lines)
 
 
 def main(argv=None):
