@@ -16,7 +16,7 @@ import torch
 
 import common
 from common import Bar, Refused
-from tasks import TASKS
+from tasks import task_class
 
 EOT = "<|endoftext|>"
 
@@ -115,6 +115,12 @@ class TokenData:
             )
         return tokens
 
+    def excerpt(self, n, rng):
+        """n tokens in a row, from a random place."""
+        if len(self) < n:
+            raise Refused(f"{self.folder} has fewer than {n:,} tokens of {self.split} text")
+        return self.read(int(rng.integers(len(self) - n + 1)), n)
+
     def sha256(self, split=None):
         """Of its own or another split: the first digits of each shard's; [] without a meta.json."""
         shards = [s for s in self.meta["shards"] if s["split"] == (split or self.split)]
@@ -150,9 +156,15 @@ class Batches:
             raise Refused(f"{data.folder} has too few tokens for --train_len {self.train_len:,}")
         self.epoch, self.order = None, None
         if recipe.task:
-            self.task = TASKS[recipe.task](data.tokenizer().encode_ordinary)
-            # refused here, and not in the middle of training, if the prompt does not fit
-            self.task.sample(int(self.task.shortest * self.train_len), np.random.default_rng(0))
+            self.task = task_class(recipe.task)(data.tokenizer().encode_ordinary, data.excerpt)
+            shortest = int(self.task.shortest * self.train_len)
+            try:  # refused here, and not in the middle of training, if the prompt does not fit
+                self.task.sample(shortest, np.random.default_rng(0))
+            except Refused as e:
+                raise Refused(
+                    f"--train_len {self.train_len} is too short for --task {recipe.task}, whose "
+                    f"trials have {shortest} tokens or more: {e}"
+                ) from None
 
     def sequence(self, i):
         """

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import common
 import evaluation
 from common import positive_int
-from data import load_tokenizer, slices
-from tasks import TASKS
+from data import TokenData, load_tokenizer, slices
+from tasks import TASKS, task_class
 
 # --- how a trial is measured
 
@@ -94,7 +94,8 @@ def wilson_interval(successes, n, z=1.959964):
 def main(argv=None):
     parser = evaluation.evaluation_parser(__doc__)
     add = parser.add_argument
-    add("--task", choices=TASKS, help="task; by default the one it was trained on, or passkey")
+    tasks = f"{', '.join(TASKS)}, or FILE.CLASS"
+    add("--task", help=f"{tasks}; by default the one it was trained on, or passkey")
     add(
         "--trials",
         type=positive_int,
@@ -107,8 +108,9 @@ def main(argv=None):
     model, trained = evaluation.load_for_evaluation(args, **changes)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
+    encode = load_tokenizer(recipe.tokenizer, args.run).encode_ordinary
+    task = task_class(name)(encode, lambda n, rng: TokenData(recipe.data, "val").excerpt(n, rng))
     out = evaluation.result_file(args, recipe, name, trained_on=trained["trained_on"])
-    task = TASKS[name](load_tokenizer(recipe.tokenizer, args.run).encode_ordinary)
     seed = recipe.seed if args.seed is None else args.seed
 
     def evaluate(model, length):

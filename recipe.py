@@ -4,7 +4,7 @@ What a run is: one dataclass, Recipe, and one table of named recipes, RECIPES.
 A Recipe holds what defines a run, but for the constants of train.make_optimizer: the model, its
 data, how the model is trained, and how it is evaluated. Each field but two, which the data decide,
 is a flag of train.py, and --preset names a recipe of the table. A run stores its whole recipe,
-which --resume and the evaluations read. A figure in paper/ is a list of changes to a recipe.
+which --resume and the evaluations read.
 
     recipe = RECIPES["tiny"].changed(pos="rope", seed=1)
     model = GPT(recipe)
@@ -22,7 +22,7 @@ import torch
 from common import Refused
 from fope import POSITION_EMBEDDINGS, PositionError
 from model import GPTConfig, embedding_class, make_pos, option
-from tasks import TASKS
+from tasks import TASKS, task_class
 
 
 @dataclass
@@ -130,6 +130,8 @@ class Recipe(GPTConfig):
         if (self.warmup_steps or 0) >= max(self.n_steps, 2):
             raise Refused(f"--warmup_steps must be fewer than the {self.n_steps:,} steps")
         parse_lengths(self.lengths, self.train_len)
+        if self.task:
+            task_class(self.task)
         check_pos(self)
         return self
 
@@ -273,8 +275,8 @@ def add_flags(parser, recipe):
             options |= dict(nargs="*", metavar="K=V", action=Keywords)
         else:
             options |= dict(type=kind, metavar=kind.__name__.upper())
-        if f.name in ("preset", "task"):
-            options["choices"] = names[f.name]
+        if f.name == "preset":
+            options["choices"] = RECIPES
         group.add_argument(f"--{f.name}", **options)
 
 

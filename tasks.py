@@ -1,7 +1,17 @@
 """
-Tasks that a model is asked, and trained on: the passkey and its kin. To add one, write a class with
-what Passkey has, or only another needle, and a line in TASKS.
+Tasks that a model is asked, and trained on: the passkey and its kin.
+
+A task of one's own is a class in a file of one's own, which --task names as it is: mine.MultiKey.
+The class has what Passkey has, or it is a Passkey with another trial():
+
+    class MultiKey(Passkey):
+        def trial(self, rng):
+            colours, keys = rng.permutation(["red", "green", "blue"]), rng.integers(100, 1000, 3)
+            needles = [f"The {colour} key is {key}." for colour, key in zip(colours, keys)]
+            return needles, f"The {colours[0]} key is", f" {keys[0]}"
 """
+
+from importlib import import_module
 
 import numpy as np
 
@@ -18,18 +28,20 @@ QUESTION = "What is the pass key? The pass key is"
 class Passkey:
     """
     Find a five-digit number in a long filler and repeat it. The prompt is YaRN's (Peng et al.,
-    2023), which is landmark attention's. A task is a class that takes encode and has sample(length,
-    rng), one trial; document(length, rng, eot), what is trained on; and shortest. Another needle in
-    the same filler needs only its own needle(rng).
+    2023), which is landmark attention's. A task has sample(length, rng), one trial; document(
+    length, rng, eot), what is trained on; and shortest.
     """
 
     shortest = 1.0  # a trial in a document, as a share of its length
 
-    def __init__(self, encode):
-        """encode: text -> list of token ids, such as a tiktoken.Encoding's encode_ordinary."""
-        self.encode = encode
+    def __init__(self, encode, read=None):
+        """
+        encode: text -> list of token ids, such as a tiktoken.Encoding's encode_ordinary. read(n,
+        rng): n tokens of the data's text, from a random place, for tasks that hide something in it:
+        of the training text in training, of the held-out text in evaluation.
+        """
+        self.encode, self.read = encode, read
         self.task = encode(PASSKEY + "\n")
-        self.question = encode("\n" + QUESTION)
         self.filler_first, self.filler_next = encode(FILLER), encode(" " + FILLER)
 
     def needle(self, rng):
@@ -37,31 +49,43 @@ class Passkey:
         key = int(rng.integers(10000, 100000))
         return f"The pass key is {key}. Remember it. {key} is the pass key.", f" {key}"
 
-    def filler(self, n):
+    def trial(self, rng):
+        """The sentences that are hidden, the first with the answer; the question; the answer."""
+        needle, answer = self.needle(rng)
+        return [needle], QUESTION, answer
+
+    def filler(self, n, rng=None):
+        """n tokens in which a needle is hidden."""
         return (self.filler_first + self.filler_next * (n // len(self.filler_next) + 1))[:n]
 
     def sample(self, length, rng):
         """
         One trial of exactly `length` tokens: (tokens (length,) int64, the number of answer tokens
-        at their end, the distance in tokens from the needle's end to them). The share of the filler
-        before the needle is uniform. Refused where the prompt is longer.
+        at their end, the distance in tokens from the first needle's end to them). The share of the
+        filler before a needle is uniform. Refused where the prompt is longer.
         """
-        needle, answer = self.needle(rng)
-        depth = float(rng.random())
-        needle, question, answer = self.encode(f"\n{needle}\n"), self.question, self.encode(answer)
+        needles, question, answer = self.trial(rng)
+        depths = [float(rng.random()) for _ in needles]
+        needles = [self.encode(f"\n{needle}\n") for needle in needles]
+        question, answer = self.encode(f"\n{question}"), self.encode(answer)
         if len(answer) > 1 and answer[:1] == self.encode(" "):
             # A token for the blank alone says nothing about the key: it belongs to the question.
             question, answer = question + answer[:1], answer[1:]
-        without_filler = len(self.task) + len(needle) + len(question) + len(answer)
+        without_filler = len(self.task) + sum(map(len, needles)) + len(question) + len(answer)
         n_filler = length - without_filler
         if n_filler < 0:
             raise Refused(
                 f"the prompt has {without_filler} tokens without any filler, too many for {length}"
             )
-        n_before = int(depth * (n_filler + 1))
-        before, after = self.filler(n_before), self.filler(n_filler - n_before)
-        tokens = self.task + before + needle + after + question + answer
-        distance = len(after) + len(question)
+        tokens, n_before, end_of_first = [*self.task], 0, 0
+        for i in np.argsort(depths):
+            n = int(depths[i] * (n_filler + 1))
+            tokens += [*self.filler(n - n_before, rng), *needles[i]]
+            n_before = n
+            if i == 0:
+                end_of_first = len(tokens)
+        tokens += [*self.filler(n_filler - n_before, rng), *question, *answer]
+        distance = length - len(answer) - end_of_first
         return np.array(tokens, dtype=np.int64), len(answer), distance
 
     def document(self, length, rng, eot):
@@ -80,8 +104,19 @@ class PasskeyAnywhere(Passkey):
 
     def document(self, length, rng, eot):
         trial = self.sample(int(rng.integers(int(self.shortest * length), length + 1)), rng)[0]
-        rest = self.encode("\n") + self.filler(length)
+        rest = [*self.encode("\n"), *self.filler(length, rng)]
         return np.append(trial, rest[: length + 1 - len(trial)]).astype(np.int64)
 
 
 TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}
+
+
+def task_class(name):
+    """That of a name in TASKS, or of a file of one's own, as mine.MultiKey."""
+    module, _, in_module = name.rpartition(".")
+    try:
+        return getattr(import_module(module), in_module) if module else TASKS[name]
+    except (KeyError, ImportError, ValueError, AttributeError) as e:
+        raise Refused(
+            f"unknown task {name!r} ({e}); known: {', '.join(TASKS)}, or FILE.CLASS"
+        ) from None

@@ -27,7 +27,7 @@ from prepare_data import (
     strip_gutenberg,
     write_shard,
 )
-from tasks import Passkey
+from tasks import QUESTION
 
 
 def prepare(out, *argv):
@@ -256,12 +256,11 @@ def test_passkeys_are_evenly_mixed_in_and_leave_the_text_order_alone(data_folder
     encoding = tokens.tokenizer()
     mixed = Batches(tokens, recipe(seed=1, task="passkey", task_share=0.3))
     plain = Batches(tokens, recipe(seed=1))
-    question = encoding.decode(Passkey(encoding.encode_ordinary).question)
     kinds, text, documents = [], [], []
     for i in range(100):
         sequence = mixed.sequence(i)
         assert len(sequence) == 257
-        kinds.append(question in encoding.decode(sequence.tolist()))
+        kinds.append(QUESTION in encoding.decode(sequence.tolist()))
         (documents if kinds[-1] else text).append(sequence)
     assert sum(kinds) == 30 and all(2 <= sum(kinds[i : i + 10]) <= 4 for i in range(0, 100, 10))
     assert all(np.array_equal(a, plain.sequence(i)) for i, a in enumerate(text))
