@@ -65,7 +65,11 @@ class ChatPasskey(Passkey):
         template = dict(tokenize=False, add_generation_prompt=True)
         before, after = tokenizer.apply_chat_template(chat, **template).split("CONTENT")
         self.task = self.encode(before + PASSKEY + "\n")
-        self.question = self.encode(f"\n{user}?{after}{statement}")
+        self.question = f"{user}?{after}{statement}"
+
+    def trial(self, rng):
+        needles, _, answer = super().trial(rng)
+        return needles, self.question, answer
 
 
 def recipe_of(llama, folder):
