@@ -96,18 +96,17 @@ def read_windows(path, tokenizer, length, n_windows):
 
 
 def mean_row(rows):
-    """The row of several windows of one length, and the losses by position of each."""
+    """The row of several windows of one length."""
     loss = float(np.mean([row["loss"] for row in rows]))
     n_bytes = sum(row["loss"] / row["bits_per_byte"] for row in rows)  # in units that cancel
-    by_position = [row["by_position"] for row in rows]
+    by_position = np.mean([row["by_position"] for row in rows], axis=0)
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
         "bits_per_byte": loss * len(rows) / n_bytes,
         "tokens": sum(row["tokens"] for row in rows),
-        "by_position": np.mean(by_position, axis=0).round(4).tolist(),
+        "by_position": by_position.round(4).tolist(),
         "by_window": [loss for row in rows for loss in row["by_window"]],
-        "by_window_and_position": by_position,
     }
 
 
