@@ -315,8 +315,8 @@ class FoPE(RoPE):
         the floor of 256 tokens. floor=False keeps all frequencies: the series alone.
     fourier_dim: take the frequencies that RoPE has in a head of this size instead of head_dim. They
         lie closer together, so more of them pass the floor.
-    variant: "released" is the authors' repository, with which the paper's numbers were made.
-        "paper" is as near to the equations as an embedding that turns q and k can be.
+    variant: "released" is the authors' repository, which has the paper's models of text. "paper" is
+        as near to the equations as an embedding that turns q and k can be.
 
                                  "released"                              "paper"
         K                        min(D, head_dim/4); with floor=False D  D
