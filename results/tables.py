@@ -152,15 +152,11 @@ def sizes():
     return markdown(["60M", *titles(numbers, (512, 2048, 8192))], lines)
 
 
-def demo():
-    return tables(rows_of(["demo"]))
-
-
 def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
-CITED = {f.__name__: f for f in (headline, summary, keys, untrained, more, sizes, demo, cause)}
+CITED = {f.__name__: f for f in (headline, summary, keys, untrained, more, sizes, cause)}
 
 
 def table_of_file(name):

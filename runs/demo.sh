@@ -9,10 +9,10 @@
 #
 # Ctrl-C saves all that runs. Started again, it skips what is finished and continues what is not.
 set -euo pipefail
-out="" text=tiny passkey=tiny_passkey kinds="text passkey"
+out="" text=tiny passkey=tiny_passkey only_text=""
 while [ $# -gt 0 ]; do
     case $1 in
-        --text) kinds=text ;;
+        --text) only_text=1 ;;
         --quick) text=quick passkey=quick_passkey ;;
         --out)
             case ${2:-} in "" | -*) echo "error: --out needs a folder" >&2 && exit 1 ;; esac
@@ -26,31 +26,21 @@ case $out in "" | /*) ;; *) out=$PWD/$out ;; esac
 . "$(dirname "$0")/setup.sh"
 out=${out:-runs_out/$text}
 trap stop INT TERM HUP
+four="--pos rope fope nope alibi --device cpu"
 
-# The data: State of the Union addresses, as bytes, and in tokens of several letters.
+# Text: State of the Union addresses as bytes; other addresses are read at 1x to 16x the training
+# length. FoPE without its series would be --pos fope:pos_args.sigma=0.
 run prepare_data.py --source sotu --tokenizer byte --out "$out/data/bytes"
-run prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
+run sweep.py --preset $text $four --data "$out/data/bytes" --evaluate perplexity --out "$out/text"
+run figure.py "$out"/text/*_s0/perplexity.json --out "$out/figure1.png"
 
-# Four models are trained and read side by side, one a core. What is echoed are
-# commands that one may type. FoPE without its series would be --pos fope --pos_args sigma=0.
-train_and_read() {
-    kind=$1 preset=$2 data=$out/data/$3 script=$4
-    run -m paper.jobs "$out" "$(for pos in rope fope nope alibi; do
-        model=$out/$kind/${pos}_s0 flags="--preset $preset --pos $pos --data '$data' --resume"
-        [ "$model/$script.json" -nt "$model/checkpoint.pt" ] ||
-            echo "python train.py $flags --evaluate $script --out '$model'"
-    done)"
-}
-
-# Text: held-out text at 1x to 16x the training length.
-train_and_read text $text bytes perplexity
-run -m paper.plot "$out"/text/*_s0/perplexity.json --out "$out/figure1"
-
-# Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192.
-if [ "$kinds" != text ]; then
-    train_and_read passkey $passkey bpe passkey
-    run -m paper.plot "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
-        --out "$out/figure1"
+# Passkeys: trained on prompts of 512 tokens, asked for keys in prompts of 512 to 8192. These tokens
+# have several letters.
+if [ -z "$only_text" ]; then
+    run prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
+    run sweep.py --preset $passkey $four --data "$out/data/bpe" --evaluate passkey --out "$out/passkey"
+    run figure.py "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
+        --out "$out/figure1.png"
 fi
 echo "everything works; the figure is $out/figure1.png"
 if [ "$text" = quick ]; then echo "after 30 steps of training its numbers mean nothing"; fi

@@ -7,6 +7,7 @@
 #   bash runs/gpu.sh --data books --unwrap  text whose paragraphs are broken into lines
 #   bash runs/gpu.sh --minutes 60           as many tokens as let all of this end in that time;
 #                                           more than 0.4B are several passes over the data
+#   bash runs/gpu.sh --seed 0-2             three models of each kind
 #   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
 #   NO_INSTALL=1 bash runs/gpu.sh ...       with the packages that are there, without a network;
@@ -15,23 +16,25 @@
 # A step has 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started
 # again, it skips what is finished and continues what is not.
 set -euo pipefail
-size=20M data=gutenberg device=cuda minutes="" task_share=0 unwrap=""
+size=20M data=gutenberg device=cuda minutes="" task_share=0 unwrap="" seed=0
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
-        --size | --data | --device | --minutes | --task_share) declare "${1#--}=${2:?}"; shift 2 ;;
-        --unwrap) unwrap=--unwrap; shift ;;
+        --size | --data | --device | --minutes | --task_share | --seed)
+            declare "${1#--}=${2:?}" && shift ;;
+        --unwrap) unwrap=--unwrap ;;
         *) echo "error: there is no $1; see bash runs/gpu.sh --help" >&2 && exit 1 ;;
     esac
+    shift
 done
 if [[ ! $minutes =~ ^([1-9][0-9]*)?$ ]]; then
     echo "error: --minutes must be a whole number of them, not $minutes" >&2 && exit 1
 fi
 if [ -e "$data" ] && [ "${data#/}" = "$data" ]; then data=$PWD/$data; fi
-tokens=400000000 few=1310720 tokenizer=gpt2 where=gpu how="--batch_size 128 --grad_accum 1 --compile"
+tokenizer=gpt2 where=gpu how="--tokens 400000000 --batch_size 128 --grad_accum 1 --compile"
 if [ "$device" = cpu ]; then
     if [ "$data" = gutenberg ]; then data=sotu; fi
-    size=tiny tokens=1000000 few=20480 tokenizer=byte where=cpu how=""
+    size=tiny tokenizer=byte where=cpu how=""
 elif ! nvidia-smi -L; then
     echo "error: there is no GPU here; --device cpu tries the same on a CPU" >&2 && exit 1
 fi
@@ -54,35 +57,8 @@ if [ ! -e "$data/meta.json" ]; then
         --max_tokens 420000000 --out "$shards"
 fi
 echo "== trained on text, of the sequences $task_share are passkeys (in the paper none)"
-train=(train.py --preset "$size" --device "$device" --data "$shards" $how --resume)
-
-# How much: once, from 20 steps, $few tokens. What these take, with a start and the least reading,
-# each model takes on top of its training. For four tokens in training one is read.
-if [ ! -e "$out/budget" ]; then
-    if [ -n "$minutes" ]; then
-        begun=$SECONDS
-        run "${train[@]}" --pos fope --tokens $few --eval_every 10 \
-            --read_tokens 16385 --trials 8 --evaluate perplexity passkey --out "$out/timing"
-        left=$((60 * minutes - SECONDS - 4 * (SECONDS - begun)))
-        if [ $left -lt 1 ]; then
-            echo "error: four models take $((1 - left)) s more than --minutes $minutes" >&2 && exit 1
-        fi
-        rate=$(tail -n 1 "$out/timing/log.jsonl" | sed 's/.*"tokens_per_s": \([0-9]*\).*/\1/')
-        tokens=$((rate * left / 5))
-    fi
-    between() { echo $(($1 < $2 ? $2 : $1 > $3 ? $3 : $1)); }
-    read_tokens=$(between $((tokens / 40)) 16385 4194305)
-    trials=$(between $((tokens / 127000)) 8 1000)
-    mkdir -p "$out"
-    echo "--tokens $tokens --read_tokens $read_tokens --trials $trials" > "$out/budget"
+if [ -n "$minutes" ]; then
+    how="${how/--tokens 400000000/} --minutes $(awk "BEGIN {print $minutes - $SECONDS / 60}")"
 fi
-
-# Train each, then read held-out text and ask for passkeys at 1x to 16x the training length.
-for pos in rope fope alibi nope; do
-    model=$out/${pos}_s0
-    if [ -s "$model/passkey.json" ]; then continue; fi
-    echo "== $pos: $(cat "$out/budget")"
-    run "${train[@]}" --pos $pos $(cat "$out/budget") --evaluate perplexity passkey \
-        --out "$model"
-done
-run -m paper.plot "$out"/*_s0/p*y.json --out "$out/figure1"
+run sweep.py --preset "$size" --pos rope fope alibi nope --seed "$seed" --device "$device" \
+    --data "$shards" $how --evaluate perplexity passkey --out "$out"
