@@ -121,13 +121,15 @@ class RoPEA(RoPE):
     """
     RoPE with aligned frequencies, the paper's RoPE-A: each moved to the nearest one that completes
     whole cycles in the training length, so that the rotation itself is periodic there. What
-    completes less than half a cycle gets frequency zero.
+    completes less than half a cycle gets frequency zero. up: move each to the next faster one
+    instead, as the authors' code does by default; then no pair stops.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, *, up=False, **kwargs):
         super().__init__(**kwargs)
         cycle = 2 * math.pi / self.train_len
-        self.freqs = (self.freqs / cycle).round() * cycle
+        cycles = self.freqs / cycle
+        self.freqs = (cycles.ceil() if up else cycles.round()) * cycle
 
 
 class TaperedRoPE(RoPE):

@@ -72,6 +72,10 @@ def test_aligned_frequencies_are_the_nearest_that_complete_whole_cycles():
     # half the distance of two such frequencies
     assert (aligned - w).abs().max() <= math.pi / 512 + 1e-6
     assert int((cycles.round() == 0).sum()) == int((w < math.pi / 512).sum()) > 0
+    # rounded up, as in the authors' code, no pair stops
+    up = baselines.RoPEA(head_dim=64, n_head=2, train_len=512, up=True).freqs.double()
+    expected = (w * 512 / (2 * math.pi)).ceil() * 2 * math.pi / 512
+    torch.testing.assert_close(up, expected, atol=1e-6, rtol=0)
     # the rotation has come back after the training length, 40
     cos, sin = make_embedding("rope_a").make_tables(81)
     torch.testing.assert_close(cos[40:], cos[:41], atol=1e-4, rtol=0)
