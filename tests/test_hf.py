@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 import hf.evaluate  # noqa: E402
 import hf.export  # noqa: E402
+import hf.places  # noqa: E402
 import hf.swap  # noqa: E402
 from eval_perplexity import text_row  # noqa: E402
 from hf.evaluate import Reader  # noqa: E402
@@ -428,6 +429,21 @@ def test_a_text_is_read_as_our_models_read_it_and_goes_on_after_a_stop(
         for name in ("loss", "perplexity", "bits_per_byte", "tokens", "by_position", "by_window"):
             assert row[name] == pytest.approx(expected[name], abs=2e-4), name
     refuses(hf.evaluate.main, [*map(str, words), "--lengths=32"], "holds something else")
+
+
+def test_places_are_means_over_texts_and_differences_text_by_text(tmp_path, capsys):
+    a, b = np.full((2, 128), 3.0), np.full((3, 128), 2.0)
+    a[1, 64:] += 1.5  # past 8,192, in the second text alone
+    for name, losses in (("as_it_is", a), ("window", b)):
+        read = {"16384": [{"by_position": row.tolist()} for row in losses]}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"read": read}))
+    paths = [str(tmp_path / f"{name}.json") for name in ("as_it_is", "window")]
+    hf.places.main([*paths, "--to", "window", "--out", str(tmp_path / "places.png")])
+    said = capsys.readouterr().out
+    row = " | ".join(["3.00"] * 3 + ["3.75"] * 4 + ["2"])
+    assert f"| as it is | {row} |" in said
+    assert "as_it_is minus window past 8192, text by text: +1.00, +2.50" in said
+    assert (tmp_path / "places.png").stat().st_size > 0
 
 
 def test_passkeys_are_asked_by_the_chat_template_and_generated_alike(text_and_llama, tmp_path):
