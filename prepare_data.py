@@ -8,11 +8,11 @@ Text to token shards.
     python prepare_data.py --source c4 --shards 0-66 --out data/c4                   10B tokens
     python prepare_data.py --source gutenberg --shards 0-2 --unwrap --out data/books   5B, of books
 
-A local source is any number of .txt files (one document each), .json and .jsonl files (objects with
-a "text"), their .gz, and folders of these, without what is hidden in them. Documents are split into
-training and validation by a hash of their text. If there are few, or one is most of the text, the
-end of each is for validation. An end of text follows each. The shard format is in data.py. If it is
-interrupted, it starts from the beginning.
+A local source is any number of .txt files (one document each), .json and .jsonl files (in each line
+an object with a "text"), their .gz, and folders of these, without what is hidden in them. Documents
+are split into training and validation by a hash of their text; of 20 or fewer the end of each is
+for validation. An end of text follows each. The shard format is in data.py. If it is interrupted,
+it starts from the beginning.
 """
 
 import base64
@@ -21,9 +21,10 @@ import hashlib
 import json
 import re
 import zlib
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -112,62 +113,38 @@ def read_documents(path):
                 yield f.read().decode("utf-8-sig")
                 return
             for line, content in enumerate(f, start=1):
-                for record in json_records(content, f):
-                    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                        raise Refused(f'{path}, line {line}: this JSON has no "text"')
-                    # JSON can spell half a surrogate pair, which no UTF-8 text can hold
-                    pairs = record["text"].encode("utf-16", "surrogatepass")
-                    yield pairs.decode("utf-16", "replace")
+                if content.strip():
+                    yield text_of_json(content, f"{path}, line {line}")
     except UnicodeDecodeError as e:
-        line += e.object.count(b"\n", 0, e.start)
+        line = e.object.count(b"\n", 0, e.start) + 1
         raise Refused(f"{path}, line {line}: the text is not UTF-8 ({e.reason})") from None
-    except json.JSONDecodeError as e:
-        raise Refused(f"{path}, line {line + e.lineno - 1}: this is not JSON ({e.msg})") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise Refused(f"{path}, after line {line}: a truncated or damaged gzip ({e})") from None
 
 
-# an integer may be too long for an int, and a string may hold control characters, such as NUL
-JSON = json.JSONDecoder(parse_int=str, strict=False)
-BLANKS = re.compile(r"[\s\0]*")
+def text_of_json(content, where):
+    try:
+        text = json.loads(content)["text"]
+        text.encode()  # JSON can spell half a surrogate pair, which UTF-8 cannot
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise Refused(f'{where}: this is no JSON object with a "text" ({e})') from None
+    return text
 
 
-def json_records(content, f):
-    """The values in a line of JSON, and if it ends inside one, in all the rest of the file f."""
-    text, at = content.decode("utf-8-sig"), 0
-    while (at := BLANKS.match(text, at).end()) < len(text):
-        try:
-            value, at = JSON.raw_decode(text, at)
-        except json.JSONDecodeError:
-            if not (rest := f.read()):
-                raise
-            text = (content + rest).decode("utf-8-sig")
-        else:
-            yield from value if isinstance(value, list) else [value]
-
-
-# A line that begins or ends a book, in some languages. In stars a title may go on below it; without
-# stars it names an e-book, or it may be a sentence. The Small Print is before a book, or after it.
-GUTENBERG_MARK = re.compile(
-    r"(?im)^[^\S\n]*(?:(\*\*+ ?|\*)|(?-i:(?=[A-Z]))(?=.*(?:e-?book|e-?text|berg(?:.s\b|in|\W*$))))"
-    r"(?:the |this is the )?(?:start|beginn?ing|(?P<end>ende?|einde|fine?|fim|slut))\b"
-    r"[^*\n]{0,40}\b(?:Pro\w+ Gutenberg|Etextes)(?(1)(?:[^*\n]*(?:\n[^*\n]+){0,2}\*\*)?).*"
-    r"|^[^\S\n]*\*+ ?(?:START[* ]+THE SMALL PRINT[\s\S]*?\*)?END[ *]*(?:OF )?THE SMALL PRINT.*"
+# the lines of Project Gutenberg before a book, older and younger ones, and after it
+START = re.compile(
+    r"(?m)^[ *]*(?:START|BEGINNING) OF .*GUTENBERG[^*]*\*.*|^[ *]*END.*THE SMALL PRINT.*"
+)
+END = re.compile(
+    r"(?m)^[ *]*END OF .*GUTENBERG.*|^End of (?:the |this )?Project Gutenberg(?:.s| E).*"
 )
 
 
 def strip_gutenberg(text):
     """Project Gutenberg's books without the site's headers and footers; other text as it is."""
-    marks = [*GUTENBERG_MARK.finditer(text)]
-    if not marks:
-        return text
-    at, is_book, books = 0, True, []
-    for mark in marks:
-        if mark["end"] and is_book:
-            books.append(text[at : mark.start()].strip())
-        at, is_book = mark.end(), not mark["end"]
-    books.append(text[at:].strip() if is_book else "")
-    return "\n\n".join(filter(None, books)) or text[: marks[0].start()].strip()
+    parts = END.split(text)
+    books = [START.split(part)[-1].strip() for part in parts if START.search(part)]
+    return "\n\n".join(filter(None, books)) or START.split(parts[0])[0]
 
 
 def clean(text, path, join_lines):
@@ -188,51 +165,26 @@ def clean(text, path, join_lines):
 # --- training and validation
 
 FEW = 20  # documents
-ENOUGH = 5000  # characters of validation text: some windows; if there are three times as many
-NEEDED = 513  # at least, and of less text half: train.py's default validates with 513 tokens
+ENOUGH = 5000  # characters of validation text: some windows
 
 
 def split_documents(files, val_frac, join_lines):
     """
-    (split, text) of every non-empty document of these files, in order. Documents go whole to one
-    split, by their hash: val_frac of them to validation, or as many as hold enough text, but never
-    most of it. Of FEW, and where whole documents cannot do that, the end of each is for validation.
+    (split, text) of every document of these files that has text, in order. Each goes whole to one
+    split, by its hash, val_frac of them to validation. Of FEW the end of each is for validation.
     """
-
-    def texts():
-        for path in files:
-            cleaned = (clean(text, path, join_lines) for text in read_documents(path))
-            yield from filter(str.strip, cleaned)
-
-    # read until it is known that val_frac of the documents will do
-    limit, share, most = val_frac * 2**64, 0.0, max(0.5, val_frac)
-    sizes, n_read, total, n_val = Counter(), 0, 0, 0
-    for text in texts() if 0 < val_frac < 1 else ():
-        sizes[hash_of(text)] += len(text)
-        n_read, total = n_read + 1, total + len(text)
-        n_val += len(text) * (hash_of(text) < limit)
-        if n_read > FEW and ENOUGH <= n_val <= most * total:
-            break
-    else:  # it will not: as many whole documents as hold enough, or else a share of each
-        enough, n_val = max(NEEDED, min(ENOUGH, total / 3)), 0
-        for number in sorted(sizes):
-            if n_val < enough:
-                limit, n_val = number + 1, n_val + sizes[number]
-        if total and (n_read <= FEW or not enough <= n_val <= most * total):
-            share = min(most, max(val_frac, ENOUGH / total))
-    may_leave = max(0.0, min(0.5, 1 - NEEDED / (share * total))) if share else 0.5
-
-    n_seen = n_val = 0
-    for text in texts():
-        n_seen += len(text)
-        part = share or float(hash_of(text) < limit)  # of this document
-        if part == 1 and n_seen > total > 0 and n_val + len(text) > most * n_seen:
-            part = val_frac  # it came later, and would be most of the text
-        at = len(text) - int(part * len(text))
-        if 0 < part < 1:  # from a line's end
-            at = text.find("\n", at, at + int(may_leave * (len(text) - at))) + 1 or at
-        n_val += len(text) - at
-        yield from (pair for pair in (("train", text[:at]), ("val", text[at:])) if pair[1])
+    documents = (clean(text, path, join_lines) for path in files for text in read_documents(path))
+    documents = filter(str.strip, documents)
+    first = list(islice(documents, FEW + 1))
+    if len(first) > FEW or val_frac in (0, 1):
+        for text in chain(first, documents):
+            yield "val" if hash_of(text) < val_frac * 2**64 else "train", text
+        return
+    share = max(val_frac, min(0.5, ENOUGH / max(1, sum(map(len, first)))))
+    for text in first:
+        at = len(text) - int(share * len(text))
+        at = text.find("\n", at, (at + len(text)) // 2) + 1 or at  # from a line's end
+        yield from (part for part in (("train", text[:at]), ("val", text[at:])) if part[1])
 
 
 def hash_of(text):
@@ -321,34 +273,6 @@ def write_shards(args, documents, encoding):
     return shards, total
 
 
-# --- training text that is in validation, too
-
-
-def share_leaked(out, n=64):
-    """Of 1,000 validation windows of n tokens, drawn at random, the share that is in training."""
-    train, val = (data.TokenData(out, split) for split in ("train", "val"))
-    if len(val) < n:
-        return 0.0
-    starts = np.random.default_rng(0).integers(len(val) - n + 1, size=1000).tolist()
-    drawn = np.concatenate([hash_windows(val.read(start, n), n) for start in starts])
-    leaked, near = np.zeros(len(drawn), dtype=bool), np.zeros(2**16, dtype=bool)
-    near[drawn >> 48] = True  # so that few are compared
-    for shard in train.shards:
-        for start in range(0, len(shard), 2**18):
-            found = hash_windows(shard[start : start + 2**18 + n - 1], n)
-            leaked |= np.isin(drawn, found[near[found >> 48]])
-    return leaked.mean()
-
-
-def hash_windows(tokens, n):
-    """A hash of every window of n tokens, a power of two: of halves, and these of their halves."""
-    hashes, width = tokens.astype(np.uint64), 1
-    while width < n:
-        hashes = hashes[:-width] * np.uint64(0x9E3779B97F4A7C15 + 2 * width) + hashes[width:]
-        width *= 2
-    return hashes
-
-
 # --- the command
 
 
@@ -373,9 +297,6 @@ def parse_args(argv):
         raise Refused("--source and --out must have a name")
     if not 0 <= args.val_frac <= 1:
         raise Refused("--val_frac must be at least 0 and at most 1")
-    within = {args.out.resolve(), *args.out.resolve().parents}
-    if inside := [s for s in args.source if Path(s).is_dir() and Path(s).resolve() in within]:
-        raise Refused(f"--out {args.out} lies in {inside[0]}, which is read; choose another")
     return args
 
 
@@ -447,9 +368,6 @@ def prepare(args, sources, tokenizer, tokenizer_folder, meta):
     progress.rename(args.out / "meta.json")  # which says that all is done
     tokens = f"{total['train']:,} training and {total['val']:,} validation tokens"
     print(f"{args.out}: {tokens}, vocabulary {encoding.n_vocab}")
-    if all(total.values()) and (share := share_leaked(args.out)) > 0.01:
-        where = "of the validation text, in pieces of 64 tokens, is in the training text, too"
-        print(f"note: {share:.1%} {where} (a copy, or phrases that recur): its loss will be low")
 
 
 if __name__ == "__main__":
