@@ -32,7 +32,7 @@ NAMES = {  # the order of the embeddings everywhere, and their names
     "rope_a": "RoPE-A",
     "rope_taper": "RoPE, tapered",
 }
-MEASURED = ["loss", "perplexity", "bits_per_byte", "tokens"]  # of text
+MEASURED = ["loss", "perplexity", "bits_per_byte"]  # of text
 MEASURED += ["accuracy", "accuracy_low", "accuracy_high", "token_accuracy", "answer_nll"]
 
 # --- reading
@@ -75,11 +75,11 @@ def read_rows(paths):
 
 def settings_of(result):
     """What is known of the model of a result, in one dict."""
-    recipe, model = Recipe(**result["recipe"]), {}
+    recipe, model = Recipe(**result["recipe"]), {"kind": result["kind"]}
     for name, value in vars(recipe).items():
         as_dict = isinstance(value, dict)
         model |= {f"{name}.{k}": v for k, v in value.items()} if as_dict else {name: value}
-    model |= {name: result.get(name) for name in ("kind", "commit", "trained_on", "data_sha256")}
+    model |= {name: result.get(name) for name in ("commit", "trained_on", "data_sha256")}
     model["label"] = " ".join((result.get("label") or "").split())  # on one line
     model["init_from"] = re.sub(rf"_s{recipe.seed}$", "", Path(recipe.init_from).name)
     model["data"] = Path(recipe.data).name
@@ -93,7 +93,8 @@ def settings_of(result):
 
 def rows_of(result):
     return [
-        {"length": int(length)} | {name: row.get(name) for name in MEASURED}
+        {"length": int(length), "n_read": row.get("tokens")}
+        | {name: row.get(name) for name in MEASURED}
         for length, row in result["lengths"].items()
     ]
 
@@ -158,7 +159,7 @@ def check_together(rows):
     texts = [row for row in rows if is_text(row)]
     refuse_several(texts, ("kind", "tokenizer"), ["data_sha256"], "--data")
     how = ("kind", "tokenizer", "train_len", "length")
-    refuse_several(texts, how, ["tokens", "longest"], "the evaluation's --max_tokens and --lengths")
+    refuse_several(texts, how, ["n_read", "longest"], "the evaluation's --max_tokens and --lengths")
 
 
 def refuse_several(rows, by, names, flag):
