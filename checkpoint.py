@@ -11,14 +11,15 @@ import signal
 import zipfile
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 import common
-from common import Refused, make_folder, write_atomically, write_json
+from common import Refused, file_sha256, make_folder, write_atomically, write_json
 from data import TokenData
-from fope import FoPE
+from fope import FoPE, PositionError
 from model import GPT
 from recipe import MAY_CHANGE, Recipe, check_pos
 
@@ -29,7 +30,7 @@ def save_checkpoint(folder, model, about=None, **state):
     the run, its data, commit and machine. state: whatever else is to be loaded again.
     """
     folder = make_folder(folder)
-    config = {"recipe": asdict(model.config), **(about or {})}
+    config = {"recipe": asdict(model.config), **own_files(model.config), **(about or {})}
     state = {"config": config, "model": model.state_dict(), **state}
     write_atomically(folder / "checkpoint.pt", lambda f: torch.save(state, f))
     write_json(folder / "config.json", config)
@@ -52,9 +53,26 @@ def load_checkpoint(folder, device="cpu"):
     about = dict(state["config"])
     recipe = Recipe(**about.pop("recipe"))
     check_pos(recipe)
+    if "own_files" in about and about | own_files(recipe) != about:
+        print(f"note: {', '.join(about['own_files'])} has changed since {folder} was trained")
     model = GPT(recipe, draw=False)
     model.load_state_dict(state["model"])
     return model.to(device), about, state
+
+
+def own_files(config):
+    """{"own_files": {name: checksum}} of the files that an embedding or task mine.Class is in."""
+    classes = [name for name in (config.pos, getattr(config, "task", "")) if "." in name]
+    files = [import_module(name.rpartition(".")[0]).__file__ for name in classes]
+    return {"own_files": {Path(f).name: file_sha256(f)[:16] for f in files}} if files else {}
+
+
+def note_what_was_read(folder, trained, about, state, data, recipe):
+    """Say what one may not expect of a run that starts from the weights of another."""
+    if (step := state.get("step", trained.n_steps)) < trained.n_steps:
+        print(f"note: {folder} is at step {step:,} of {trained.n_steps:,}: --resume finishes it")
+    if recipe.seed == trained.seed and about | data_fingerprint(data, recipe) == about:
+        print(f"note: it reads again what {folder} has read; --seed gives another order")
 
 
 # --- the folder of a run while train.py writes to it
@@ -215,8 +233,11 @@ def inherit(new, old):
     (olmo/checkpoint.py, len_extra_fourier_expand). Raises Refused if the two differ in the class,
     the number of heads, sigma, the variant, sin_pad or the frequencies.
     """
-    if type(new) is type(old) and not isinstance(new, FoPE):
-        new.load_state_dict(old.state_dict())
+    if type(new) is type(old):
+        state, drawn = old.state_dict(), ("freqs", "sin_coef", "cos_coef")
+        if isinstance(new, FoPE):  # what else a class of one's own has
+            state = new.state_dict() | {k: v for k, v in state.items() if k not in drawn}
+        new.load_state_dict(state)
     if not isinstance(new, FoPE) or not isinstance(old, FoPE):
         return  # `old` has drawn nothing, so `new` keeps what it has drawn
     drawn, old_drawn = (
@@ -236,3 +257,20 @@ def inherit(new, old):
     new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]
     new.sin_coef[:, :n_both, :both_K] = old.sin_coef[:, :n_both, :both_K]
     new.forget_tables()
+
+
+@torch.no_grad()
+def check_effect(old, new, length):
+    """Refuse a changed embedding that attends as before: one of one's own may ignore a keyword."""
+    config, generator = new.config, torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, config.n_head, length, config.head_dim, generator=generator)
+    try:
+        before, after = (
+            pos.attend(*pos.rotate(q, k), v)
+            for pos in (model.blocks[0].attn.pos for model in (old, new))
+        )
+    except PositionError:  # the text is too long for it
+        return
+    if torch.equal(before, after):
+        changes = f"{config.pos_args} {config.rope_scaling or ''}".strip()
+        raise Refused(f"{config.pos} with {changes} reads {length:,} tokens as it does without")

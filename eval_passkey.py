@@ -110,8 +110,9 @@ def main(argv=None):
     name = args.task or recipe.task or "passkey"
     encode = load_tokenizer(recipe.tokenizer, args.run).encode_ordinary
     task = task_class(name)(encode, lambda n, rng: TokenData(recipe.data, "val").excerpt(n, rng))
-    out = evaluation.result_file(args, recipe, name, trained_on=trained["trained_on"])
     seed = recipe.seed if args.seed is None else args.seed
+    read = dict(trained_on=trained["trained_on"], trial_seed=seed)
+    out = evaluation.result_file(args, recipe, name, **read)
 
     def evaluate(model, length):
         return task_accuracy(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from checkpoint import load_checkpoint, with_pos
+from checkpoint import check_effect, load_checkpoint, with_pos
 from common import Refused
 from fope import PositionError
 from recipe import MAY_CHANGE, Keywords, parse_lengths
@@ -63,7 +63,10 @@ def load_for_evaluation(args, **fields):
     if changes:
         if not args.out:
             raise Refused("a changed embedding needs --out, beside the trained one's result")
-        model = with_pos(model, config)
+        changed = with_pos(model, config.check())
+        longest = max(2 * config.train_len, *parse_lengths(config.lengths, config.train_len))
+        check_effect(model, scaled_to(changed, longest)[0], longest)
+        model = changed
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
     trained = {"trained_on": about.get("data_sha256"), "step": state.get("step")}
@@ -75,16 +78,20 @@ def load_for_evaluation(args, **fields):
 def result_file(args, recipe, kind, corpus="", **read):
     """
     The path of the result, checked before the work: --out, or RUN/KIND.json or
-    RUN/KIND_CORPUS.json. Refused where it holds a result of another kind or model, or of one that
-    has read something else.
+    RUN/KIND_CORPUS.json. Refused where it holds a result of another kind or model, of one that has
+    read something else, or of more lengths, tokens or trials.
     """
     out = args.out or Path(args.run) / f"{'_'.join(filter(None, (kind, corpus)))}.json"
     if out.exists():
-        old = common.read_json(out)
-        old = old.get("recipe", {}) | {name: old.get(name) for name in ("kind", *read)}
+        stored = common.read_json(out)
+        old = stored.get("recipe", {}) | {name: stored.get(name) for name in ("kind", *read)}
         new = asdict(recipe) | {"kind": kind, **read}
         if any(old.get(name) != value for name, value in new.items() if name not in MAY_CHANGE):
             raise Refused(f"--out {out} holds something else; give another name")
+        lengths = map(str, parse_lengths(recipe.lengths, recipe.train_len))
+        fewer = any(old.get(name, 0) > new[name] for name in ("read_tokens", "trials"))
+        if fewer or not stored["lengths"].keys() <= set(lengths):
+            raise Refused(f"{out} holds more than this would; give another name by --out")
     common.make_folder(out.parent)
     return out
 

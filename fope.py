@@ -16,7 +16,8 @@ An embedding is one nn.Module with three methods: these two, and one for readers
                                   # the logits (B, n_head, T, T), before mask and softmax
 
 To add one: write a class in a file of your own, mine.py, and train with --pos mine.Class, or put it
-into POSITION_EMBEDDINGS. It raises PositionError for what it cannot do.
+into POSITION_EMBEDDINGS. It raises PositionError for what it cannot do. Its parameters are trained
+with weight decay, as all are; train.make_optimizer is the place to leave some of them out.
 An embedding that is added to the input x, as learned absolute positions are, has no place in this
 interface: it would be a line in GPT.forward.
 
@@ -267,13 +268,14 @@ class RoPE(PositionEmbedding):
     # The tables are kept. They are no buffers: DDP would copy those of one process over another's,
     # which may be longer.
 
-    @torch.no_grad()
     def tables(self, T):
         """
         make_tables(T) on the device, times qk_factor. Kept for the longest text so far, its length
-        rounded up to a power of two: a text that grows by a token seldom needs new ones.
+        rounded up to a power of two: a text that grows by a token seldom needs new ones. With
+        parameters of your own they are new at every call, since they may depend on these.
         """
-        if self.cos is None or self.cos.size(-2) < T:
+        learns = next(self.parameters(), None) is not None
+        if learns or self.cos is None or self.cos.size(-2) < T:
             cos, sin = self.make_tables(1 << (T - 1).bit_length())
             self.cos = (cos * self.qk_factor).to(self.freqs.device)
             self.sin = (sin * self.qk_factor).to(self.freqs.device)

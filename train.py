@@ -32,12 +32,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 from checkpoint import (
+    check_effect,
     check_same_data,
     data_fingerprint,
     holds_a_run,
     load_checkpoint,
+    note_what_was_read,
     open_data,
     open_run,
+    own_files,
     resumed_recipe,
     with_pos,
 )
@@ -91,16 +94,19 @@ def make_model(run, given, resume, device):
         recipe, data = open_data(resumed_recipe(run.folder, model.config, given), model.config)
         check_same_data(run, recipe, data)
     elif given.get("init_from"):  # with the weights of another run
-        trained, _, _ = load_checkpoint(given["init_from"])
+        trained, about, state = load_checkpoint(given["init_from"])
         recipe, data = open_data(trained.config.continued(**given), trained.config)
+        note_what_was_read(given["init_from"], trained.config, about, state, data, recipe)
         model = with_pos(trained, recipe)
+        if "rope_scaling" in given:
+            check_effect(trained, model, 2 * recipe.train_len)
     else:  # new
         recipe, data = open_data(RECIPES[given.get("preset", "tiny")].changed(**given))
         model = GPT(recipe)
     model.config = recipe
     optimizer = make_optimizer(model.to(device), recipe)
     if saved is None:
-        run.about = data_fingerprint(data, recipe) | common.provenance(device)
+        run.about = data_fingerprint(data, recipe) | own_files(recipe) | common.provenance(device)
         return model, optimizer, data, 0
     optimizer.load_state_dict(saved["optimizer"])
     run.log = saved["log"]
@@ -154,6 +160,9 @@ def accumulate_gradients(model, batch, n_micro):
                 micro_loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / n_micro
             micro_loss.backward()
         loss += micro_loss.detach()
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.grad is None:
+            raise Refused(f"{name} gets no gradient, so it would learn nothing")
     return loss
 
 

@@ -20,7 +20,7 @@ from checkpoint import load_checkpoint, save_checkpoint
 from common import Refused
 from data import TokenData, load_tokenizer, window_loss
 from eval_passkey import task_accuracy, wilson_interval
-from fope import POSITION_EMBEDDINGS, PositionError, RoPE
+from fope import POSITION_EMBEDDINGS, PositionError, RoPE, rotation_tables
 from model import GPT, GPTConfig
 from tasks import FILLER, Passkey, PasskeyAnywhere
 
@@ -203,7 +203,6 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         ([scale, "factor=4"], yarn),
         ([scale, "kind=yarn", "factor=4", "temperature=true"], yarn | {"temperature": True}),
         ([scale, "kind=interpolate", "factor=4", "--label=x"], yarn | {"kind": "interpolate"}),
-        ([scale, "factor=1"], yarn | {"factor": 1}),
     ):
         evaluate(eval_perplexity, checkpoint, *lengths, *flags)
         result = read(out)
@@ -213,7 +212,10 @@ def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path, caps
         assert result["label"] == ("x" if "--label=x" in flags else None)
         assert ("fope with {} {'kind'" in capsys.readouterr().out) == bool(flags)
         losses.append(result["lengths"]["256"]["loss"])
-    assert losses[4] == losses[0] and len(set(losses)) == 4
+    assert len(set(losses)) == 4
+    words = "as it does without"
+    for flags in (["factor=1"], ["kind=none"]):
+        refuses(eval_perplexity.main, [checkpoint, *lengths, scale, *flags], words)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "ntk", "slow"])
@@ -256,6 +258,25 @@ class OnlyShort(RoPE):
         if q.size(-2) > 2 * self.train_len:
             raise PositionError(f"{q.size(-2)} positions, of which only some were learned")
         return super().rotate(q, k)
+
+
+class Deaf(RoPE):
+    """It makes its tables without scale, and has an attention without a window."""
+
+    def make_tables(self, T):
+        return rotation_tables(self.freqs.cpu(), T)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("flags", [["--pos_args", "window=9"], ["--rope_scaling", "kind=yarn"]])
+def test_a_change_without_effect_is_refused(data_folder, tmp_path, monkeypatch, flags):
+    """It would give a name to the number of the model as it was trained."""
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "deaf", Deaf)
+    run = run_training(data_folder, tmp_path / "run", "--pos=deaf", "--stop_at=1")
+    argv = [run, "--lengths=1x", *flags, "--out", tmp_path / "r.json"]
+    refuses(eval_perplexity.main, argv, "deaf", "as it does without")
 
 
 def test_a_length_that_an_embedding_cannot_read_is_skipped(data_folder, tmp_path, monkeypatch):
@@ -511,9 +532,14 @@ def test_bad_arguments_are_refused_with_a_sentence(main, argv, checkpoint, tmp_p
 
 def test_a_result_takes_the_place_of_one_of_its_own_run_and_kind_alone(run, tmp_path):
     out, short = tmp_path / "r.json", ["--lengths", "256"]
-    for _ in range(2):  # the second replaces the first
-        evaluate(eval_perplexity, run, *short, "--out", out)
+    for lengths in ("32", "32,256", "32,256"):  # the second and the third replace the one before
+        evaluate(eval_perplexity, run, "--lengths", lengths, "--out", out)
     before = out.read_bytes()
+    for fewer in (short, ["--lengths", "32,256", "--max_tokens", "600"]):
+        refuses(eval_perplexity.main, [run, *fewer, "--out", out], "holds more")
+    evaluate(eval_passkey, run, *short, "--trials", "2")
+    for fewer in (["--trials", "1"], ["--trials", "2", "--seed", "7"]):
+        refuses(eval_passkey.main, [run, *short, *fewer], "another name")
     refuses(eval_passkey.main, [run, *short, "--out", out], "--out")
     changed = ["--rope_scaling", "factor=2"]
     refuses(eval_perplexity.main, [run, *short, *changed, "--out", out], "--out")

@@ -392,6 +392,22 @@ def test_fope_keeps_its_own_draws_where_nothing_was_drawn_before():
     assert torch.equal(pos.cos_coef, before)
 
 
+class Gain(FoPE):
+    """A FoPE of one's own, with something that it learns."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = torch.nn.Parameter(torch.ones(self.n_head))
+
+
+def test_what_an_embedding_built_on_fope_has_learned_stays():
+    old, new = Gain(**SHAPE), Gain(**SHAPE | {"train_len": 80})
+    torch.nn.init.constant_(old.gain, 3.0)
+    inherit(new, old)
+    assert new.gain.tolist() == [3.0, 3.0] and len(new.freqs) > len(old.freqs)
+    assert torch.equal(new.cos_coef[:, :2, :2], old.cos_coef)
+
+
 CHANGES = [{"sigma": 0.4}, {"variant": "paper"}, {"n_head": 1}, {"sin_pad": 0.5}]
 
 

@@ -25,7 +25,7 @@ import prepare_data
 import tasks
 import train
 from checkpoint import load_checkpoint
-from fope import rope_freqs
+from fope import POSITION_EMBEDDINGS, RoPE, rope_freqs, rotation_tables
 from recipe import RECIPES
 from train import learning_rate
 
@@ -349,7 +349,7 @@ class Slower(RoPE):
 """
 
 
-def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
+def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch, capsys):
     """mine.py beside the project, --pos mine.Slower, and no file of ours is changed."""
     (tmp_path / "mine_of_a_test.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -358,6 +358,38 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch):
     freqs = load_checkpoint(run)[0].blocks[0].attn.pos.freqs
     assert torch.equal(freqs, rope_freqs(16) / 2)
     refuses(train.main, train_argv(data_folder, tmp_path / "x", flags[0], "--pos_args", "f=1"), "f")
+    (tmp_path / "mine_of_a_test.py").write_text(MINE.replace("/=", "*="))
+    capsys.readouterr()
+    run_training(data_folder, run, *flags[:3], "--stop_at=2", "--resume")
+    load_checkpoint(run)  # once more: the checksum stays that of the start
+    assert capsys.readouterr().out.count("note: mine_of_a_test.py has changed") == 2
+
+
+class Learned(RoPE):
+    def __init__(self, *, loses=False, **kwargs):
+        super().__init__(**kwargs)
+        self.log_freqs, self.loses = torch.nn.Parameter(self.freqs.log()), loses
+
+    def make_tables(self, T):
+        log_freqs = self.log_freqs.detach() if self.loses else self.log_freqs
+        return rotation_tables(log_freqs.exp().cpu(), T)
+
+
+def test_an_embedding_of_ones_own_learns_its_frequencies_or_is_refused(
+    data_folder, tmp_path, monkeypatch
+):
+    """Its tables are not kept, neither from step to step nor from a validation."""
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "learned", Learned)
+    flags = ["--pos=learned", "--eval_every=1", "--weight_decay=0"]
+    run = run_training(data_folder, tmp_path / "run", *flags, "--stop_at=3")
+    state = weights(run)
+    assert not torch.allclose(state["model"]["blocks.0.attn.pos.log_freqs"].exp(), rope_freqs(16))
+    losses = [line["val_loss"] for line in state["log"]]
+    model, validation = load_checkpoint(run)[0], train.read_validation(RECIPES["tiny"].changed(
+        data=str(data_folder), eval_tokens=512, train_len=32))  # fmt: skip
+    assert data.window_loss(model, validation, 32).mean() == pytest.approx(losses[-1], rel=1e-5)
+    argv = train_argv(data_folder, tmp_path / "x", "--pos=learned", "--pos_args", "loses=true")
+    refuses(train.main, argv, "log_freqs gets no gradient")
 
 
 def test_mfu_is_of_the_card_that_is_there(monkeypatch):
@@ -458,11 +490,16 @@ def test_continual_pretraining(data_folder, tmp_path, pos, flags, scaling):
     assert log(tmp_path / "second")[0]["val_loss"] < log(first)[-1]["val_loss"] + 0.5
 
 
-def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path):
-    first = run_training(data_folder, tmp_path / "first")
+def test_continual_pretraining_resumes_without_its_start(data_folder, tmp_path, capsys):
+    first = run_training(data_folder, tmp_path / "first", "--stop_at=7")
     flags = ["--data", str(data_folder), "--init_from", str(first), "--tokens=2560"]
     flags += ["--batch_size=4", "--eval_tokens=512"]
+    capsys.readouterr()
     train.main([*flags, "--out", str(tmp_path / "a")])
+    told = capsys.readouterr().out
+    assert f"{first} is at step 7 of 20" in told and f"reads again what {first} has read" in told
+    train.main([*flags, "--out", str(tmp_path / "c"), "--stop_at=1", "--seed=1"])
+    assert "reads again" not in capsys.readouterr().out
     train.main([*flags, "--out", str(tmp_path / "b"), "--stop_at=7"])
     (first / "checkpoint.pt").unlink()
     train.main([*flags, "--out", str(tmp_path / "b"), "--resume"])
