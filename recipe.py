@@ -185,8 +185,8 @@ RECIPES = {
     # for tests: next to no training
     "quick": replace(TINY, tokens=30_000, read_tokens=16_400),
     "quick_passkey": replace(TINY_PASSKEY, tokens=30_000, trials=8),
-    # The names count the parameters of blocks and output head, not of the input embedding. The 20M is
-    # ours, shaped like the 60M; the others are the paper's (Table 3). sigma is for FoPE.
+    # The names count the parameters of blocks and output head, not of the input embedding. The 20M
+    # is ours, shaped like the 60M; the others are the paper's (Table 3). sigma is for FoPE.
     "20M": Recipe(n_head=4, n_embd=256, grad_accum=8),
     "60M": Recipe(),
     "180M": Recipe(head_dim=128, n_embd=1024, pos_args={"sigma": 0.4}),
