@@ -14,6 +14,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
@@ -23,7 +25,7 @@ from named import PRIMARY, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
-from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
+from rows import NAMES, cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
 TEXTS = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "TABLES.md"]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
@@ -140,6 +142,82 @@ def more():
     lines += [[name, *none[label], *none[label]] for label, name in NO_MORE.items()]
     columns = [f"a {share} more, at {n}" for share in ("tenth", "quarter") for n in (1024, 8192)]
     return markdown(["nats per byte", *columns], lines)
+
+
+def read_results(names):
+    """{(kind, label): its results}, whose labels are those of the rows."""
+    results = [r for name in names for r in read_json(RESULTS / f"{name}.json", kind=list)]
+    found = {}
+    for result in results:
+        label = result["label"] or NAMES[result["recipe"]["pos"]]
+        found.setdefault((result["kind"], label), []).append(result)
+    return found
+
+
+NEAR = 511  # tokens between passkey and question: training had as many
+HARMS = {  # a label, and what it is called there
+    "RoPE, newer models": "RoPE",
+    "RoPE, with temperature": "the same, with the temperature alone",
+    "RoPE, YaRN told the length": "the same, with YaRN alone",
+    "RoPE, YaRN told the length, with temperature": "the same, with YaRN and its temperature",
+    "RoPE, window of 512": "the same, with a window of 512",
+    "FoPE, newer models": "FoPE",
+    "FoPE, with temperature": "the same, with the temperature",
+    "FoPE": "FoPE, older models",
+    "FoPE, floor alone": "the floor alone",
+    "ALiBi": "ALiBi",
+}
+
+
+def near_and_far(results, length):
+    """% of whole passkeys found near and far from the question, and by how many models 90 %."""
+    rows = [r["lengths"][str(length)] for r in results if str(length) in r["lengths"]]
+    if not rows:
+        return ["", "", ""]
+    right = np.concatenate([row["right"] for row in rows])
+    near = np.concatenate([row["distance"] for row in rows]) <= NEAR
+    shares = (f"{100 * right[group].sum() / group.sum():.0f}" for group in (near, ~near))
+    return [*shares, n_that_find_90(rows)]
+
+
+def n_that_find_90(rows):
+    return f"{sum(row['accuracy'] >= 0.9 for row in rows)} of {len(rows)}"
+
+
+def harms():
+    results, lines = read_results(["enough", "keys", "temperature", "figure1_all"]), []
+    for label, name in HARMS.items():
+        of_label = results[KEYS, label]
+        learned = n_that_find_90([r["lengths"]["512"] for r in of_label if "512" in r["lengths"]])
+        cells = [*near_and_far(of_label, 2048), *near_and_far(of_label, 8192)]
+        lines.append([name, learned, *cells])
+    columns = ["models that find 90 % at 512"]
+    for n in (2048, 8192):
+        columns += [f"near at {n}, %", "far, %", "models that find 90 %"]
+    return markdown(["whole passkeys", *columns], lines)
+
+
+PLACES = [(8, 16), (32, 64), (384, 512)]  # in a window of 512
+READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"]
+
+
+def ngram():
+    """The loss of models of text, also by place in 512 bytes, beside what counting letters gives."""
+    results = read_results(["figure1", "figure1_all", "parts", "enough"])
+    models = {label: results["perplexity", label] for label in READERS}
+    counted = read_json(RESULTS / "mechanism" / "ngram.json")["results"]
+    for n in (3, 4, 5):
+        of_n = [r for r in counted if r["recipe"]["pos_args"]["context"] == n]
+        models[f"counting letters, {n} bytes of context"] = of_n
+    lines = []
+    for label, of_label in models.items():
+        of_seed = {r["recipe"]["seed"]: r["lengths"] for r in of_label}.values()
+        losses = [np.mean([rows[n]["loss"] for rows in of_seed]) for n in ("512", "8192")]
+        places = np.mean([rows["512"]["by_position"] for rows in of_seed], axis=0)
+        losses += [places[a // 4 : b // 4].mean() for a, b in PLACES]  # 128 parts of 4 bytes
+        lines.append([label, *(f"{loss:.2f}" for loss in losses), str(len(of_seed))])
+    columns = ["at 512", "at 8192", *(f"bytes {a} to {b}" for a, b in PLACES)]
+    return markdown(["nats per byte", *columns, "models"], lines)
 
 
 def sizes():
