@@ -3,8 +3,8 @@ The comparisons that were named before their models were read past the training 
 
     python results/named.py            tests them again; primary.json and the others hold the same
 
-A p is that of the sign flips of the paired differences; p_holm is corrected for the number of
-comparisons that were named together.
+A p is that of the sign flips of the paired differences; p_holm is corrected for the number of all
+comparisons here. This list is closed.
 """
 
 import itertools
@@ -106,11 +106,15 @@ def compare(named, seeds, folder=RESULTS):
             | {"half_interval": float(half_interval(values)), "p": sign_flip_p(values)}
             | {"p_t": float(stats.ttest_1samp(values, 0).pvalue)}
         )
-    worst = 0.0  # Holm's correction
+    return found
+
+
+def correct(found):
+    """Holm's correction of the p of all comparisons, which are one family: adds p_holm."""
+    worst = 0.0
     for rank, one in enumerate(sorted(found, key=lambda one: one["p"])):
         worst = max(worst, min(1.0, (len(found) - rank) * one["p"]))
         one["p_holm"] = worst
-    return found
 
 
 def primary_table(found):
@@ -127,10 +131,11 @@ def primary_table(found):
 
 
 def main():
-    for name, (seeds, named) in PRIMARY.items():
-        found = compare(named, seeds)
-        write_json(RESULTS / f"{name}.json", found)
-        print(primary_table(found))
+    found = {name: compare(named, seeds) for name, (seeds, named) in PRIMARY.items()}
+    correct([one for group in found.values() for one in group])
+    for name, group in found.items():
+        write_json(RESULTS / f"{name}.json", group)
+        print(primary_table(group))
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"
 
 
 def ngram():
-    """The loss of models of text, also by place in 512 bytes, beside what counting letters gives."""
+    """The loss of models of text, also by place in 512 bytes, and what counting letters gives."""
     results = read_results(["figure1", "figure1_all", "parts", "enough"])
     models = {label: results["perplexity", label] for label in READERS}
     counted = read_json(RESULTS / "mechanism" / "ngram.json")["results"]
@@ -234,7 +234,8 @@ def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
-CITED = {f.__name__: f for f in (headline, summary, keys, untrained, more, sizes, cause)}
+TABLES = (headline, summary, ngram, keys, harms, untrained, more, sizes, cause)
+CITED = {function.__name__: function for function in TABLES}
 
 
 def table_of_file(name):
