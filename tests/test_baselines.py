@@ -36,6 +36,15 @@ def test_fire_bias():
         assert bias[1, h, i, j].item() == pytest.approx(expected, abs=1e-5)
 
 
+def test_first_values_of_kerple_and_fire_are_the_papers():
+    kerple, fire = make_embedding("kerple", n_head=2000), make_embedding("fire")
+    for r, largest in ((kerple.r1, 2.0), (kerple.r2, 1.0)):
+        assert r.min() >= 0 and r.max() <= largest
+        assert r.mean().item() == pytest.approx(largest / 2, rel=0.05)
+    assert fire.c.item() == pytest.approx(0.1) and fire.L_multiple.item() == 1.0
+    assert fire.L_start.item() == 10.0  # a quarter of 40
+
+
 @pytest.mark.parametrize("name", ["kerple", "fire"])
 def test_learned_bias_is_made_in_blocks_of_queries_with_the_same_gradients(name, monkeypatch):
     """However long the text, one block's bias at a time, and the explicit gradients."""

@@ -20,14 +20,19 @@ from checkpoint import load_checkpoint, save_checkpoint
 from common import Refused
 from data import TokenData, load_tokenizer, window_loss
 from eval_passkey import task_accuracy, wilson_interval
+from evaluation import scaled_to
 from fope import POSITION_EMBEDDINGS, PositionError, RoPE, rotation_tables
 from model import GPT, GPTConfig
+from recipe import Recipe
 from tasks import FILLER, Passkey, PasskeyAnywhere
 
 
 @pytest.fixture(scope="module")
 def task(data_folder):
-    return Passkey(load_tokenizer("bpe:512", data_folder).encode_ordinary)
+    encoding = load_tokenizer("bpe:512", data_folder)
+    task = Passkey(encoding.encode_ordinary)
+    task.decode = encoding.decode
+    return task
 
 
 def small(pos, vocab_size=128):
@@ -240,6 +245,14 @@ def test_without_a_factor_frequencies_are_scaled_to_each_length(data_folder, tmp
     refuses(train.main, ["--init_from", run, "--out", tmp_path / "new", *told], "factor")
 
 
+def test_the_factor_is_of_the_length_at_which_the_frequencies_were_learned():
+    """They were learned at 16, then the model was trained on at 32."""
+    model = GPT(Recipe(pos="rope", train_len=32, rope_scaling={"original_len": 16}, **SMALL))
+    scaled, factor = scaled_to(model, 64)
+    assert factor == {"factor": 4.0} and scaled.config.rope_scaling["factor"] == 4.0
+    assert scaled_to(model, 8)[1] == {"factor": 1.0}
+
+
 def test_a_window_is_given_to_a_trained_model(data_folder, tmp_path):
     """Its loss is the same as long as all keys are within it."""
     run = run_training(data_folder, tmp_path / "run", "--pos=rope", "--lengths=32,256")
@@ -377,18 +390,14 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
         assert hidden.endswith("90817 is the pass key.\n") and asked.startswith("What is")
 
 
-def test_keys_have_five_digits_and_depths_are_uniform(task):
-    """They are drawn, in this order, from the given generator alone."""
-    keys, depths = [], []
-    rng, again = np.random.default_rng(0), np.random.default_rng(0)
+def test_keys_have_five_digits_and_lie_anywhere(task):
+    keys, depths, rng = [], [], np.random.default_rng(0)
+    shortest = next(n for n in range(60, 999) if fits(task, n))
     for _ in range(500):
-        sentence, answer = task.needle(rng)
-        keys.append(int(answer))
-        assert answer == f" {keys[-1]}" and sentence.count(answer) == 2
-        depths.append(rng.random())
-        task.sample(200, again)
-        assert again.bit_generator.state == rng.bit_generator.state
-    assert len(set(keys)) > 450 and 10000 <= min(keys) < 12000 and 98000 < max(keys) < 100000
+        tokens, n, distance = task.sample(shortest + 1000, rng)
+        keys.append(int("".join(task.decode([t]) for t in tokens[-n:])))
+        depths.append((distance - len(task.question)) / 1000)  # of the filler, 1 at its start
+    assert len(set(keys)) > 450 and 10000 <= min(keys) < 12000 and 99500 < max(keys) < 100000
     assert set(np.histogram(depths, bins=10, range=(0, 1))[0]) <= set(range(30, 75))
 
 
@@ -450,6 +459,9 @@ def test_a_model_that_knows_the_key_scores_1_and_one_that_does_not_0(task, gener
         assert wrong["answer_nll"] > 9
 
 
+SMALL = dict(vocab_size=512, n_layer=1, n_head=2, n_embd=32)
+
+
 class OwnAnswers:
     """
     Of three trials one asks for what the model itself answers, one for that with another last
@@ -487,6 +499,32 @@ def test_one_pass_agrees_with_generation(name, pos_name, data_folder):
     assert once == decoded
     assert once["accuracy"] == 4 / 12
     assert (4 + 4 * 0.8) / 12 <= once["token_accuracy"] + 1e-9 < 1
+
+
+def test_a_trial_is_measured_by_its_own_answer(task):
+    """One forward pass a trial, by hand; the answers have three to five tokens."""
+
+    class Uneven(OwnAnswers):
+        def sample(self, length, rng):
+            tokens, n, *where = super().sample(length, rng)
+            trials.append((torch.from_numpy(tokens)[None], n - len(trials) % 3))
+            return tokens, trials[-1][1], *where
+
+    model, trials, length = GPT(GPTConfig(pos="nope", **SMALL)), [], 200
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    got = task_accuracy(model, Uneven(task, model), length, 7)
+    right, share, nll = [], [], []
+    for tokens, n in trials:
+        logits, answer = model(tokens[:, :-1])[0, -n:], tokens[0, -n:]
+        hits = (logits.argmax(dim=-1) == answer).float()
+        right.append(int(hits.min()))
+        share.append(round(hits.mean().item(), 2))
+        nll.append(F.cross_entropy(logits, answer).item())
+    assert got["right"] == right and got["share_right"] == pytest.approx(share)
+    assert len(set(share)) > 2 and got["accuracy"] == np.mean(right) > 0
+    assert got["token_accuracy"] == pytest.approx(np.mean(share), abs=0.01)
+    assert got["answer_nll"] == pytest.approx(np.mean(nll), rel=1e-4)
 
 
 def test_passkey_command(checkpoint, tmp_path, capsys):

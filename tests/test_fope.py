@@ -216,6 +216,8 @@ def test_frequencies_of_a_larger_head_are_a_denser_grid():
     assert torch.equal(pos.freqs, above_floor(rope_freqs(128), 512)) and len(pos.freqs) == 31
     assert pos.cos_coef.shape == (8, 31, 16) and (pos.cos_coef.sum(dim=1) == 1).all()
     assert (pos.cos_coef[0].argmax(dim=0) == 2 * torch.arange(16)).all()
+    pos = FoPE(head_dim=64, n_head=8, train_len=512, fourier_dim=128, theta=500.0)
+    assert torch.equal(pos.freqs, above_floor(rope_freqs(128, 500.0), 512))
 
 
 def test_tables_are_made_in_full_precision_under_autocast():

@@ -139,6 +139,21 @@ def test_generation_yields_the_most_likely_token_when_it_is_asked_for():
         reads.clear()
 
 
+def test_a_drawn_token_follows_the_temperature_and_the_likeliest():
+    model, text = small(), tokens(B=200, T=3)
+    with torch.no_grad():
+        model.head.weight *= 30
+        logits = model(text)[:, -1]
+    for temperature, top_k in ((0.5, None), (2.0, None), (1.0, 3)):
+        options = dict(temperature=temperature, top_k=top_k)
+        (drawn,) = model.generate(text, 1, **options, generator=torch.Generator().manual_seed(0))
+        least = logits.topk(top_k or 50).values[:, -1:]
+        probs = (logits / temperature).exp() * (logits >= least)
+        generator = torch.Generator().manual_seed(0)
+        expected = torch.multinomial(probs, 1, generator=generator)
+        assert (drawn == expected).float().mean() > 0.98, options
+
+
 # --- sizes and the start
 
 
