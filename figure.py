@@ -1,5 +1,5 @@
 """
-Evaluations as a figure: text and passkeys against the length that is read.
+Evaluations as tables and a figure: text and passkeys against the length that is read.
 
     python figure.py results/figure1.json                                   results/figure1.png
     python figure.py runs_out/{rope,mine}/perplexity.json --out runs_out/mine.png
@@ -20,7 +20,7 @@ import numpy as np
 
 import common
 from common import Refused
-from rows import grouped, half_interval, is_text, n_models, read_rows, unit, values_at
+from rows import grouped, half_interval, is_text, n_models, read_rows, tables, unit, values_at
 
 if "matplotlib" not in sys.modules:  # a notebook's backend, which this Python may not have
     os.environ.pop("MPLBACKEND", None)
@@ -167,6 +167,7 @@ def main(argv=None):
     add("results", nargs="+", help="json files of evaluations")
     add("--out", type=Path, help="the png; by default beside the first json file")
     add("--only", nargs="+", metavar="LABEL", help="the curves, if not all")
+    add("--kind", nargs="+", help="the panels, if not all: perplexity, passkey, ...")
     numbers = dict(choices=["accuracy", "token_accuracy"], default="accuracy")
     add("--number", **numbers, help="of passkeys: whole answers, or their tokens")
     args = parser.parse_args(argv)
@@ -174,9 +175,12 @@ def main(argv=None):
     if out.suffix != ".png" or out.is_dir():
         raise Refused(f"--out {out} is no name of a .png file")
     rows = read_rows([path for path in args.results if Path(path).name != "config.json"])
-    if unknown := set(args.only or ()) - grouped(rows, "label").keys():
-        raise Refused(f"--only {unknown.pop()} is none of {', '.join(grouped(rows, 'label'))}")
-    save([row for row in rows if row["label"] in (args.only or [row["label"]])], out, args.number)
+    for name, shown in (("kind", args.kind), ("label", args.only)):
+        if unknown := set(shown or ()) - grouped(rows, name).keys():
+            raise Refused(f"{name} {unknown.pop()} is none of {', '.join(grouped(rows, name))}")
+        rows = [row for row in rows if row[name] in (shown or [row[name]])]
+    print(tables(rows))
+    save(rows, out, args.number)
 
 
 if __name__ == "__main__":

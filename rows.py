@@ -93,7 +93,7 @@ def settings_of(result):
 
 def rows_of(result):
     return [
-        {"length": int(length), "n_read": row.get("tokens")}
+        {"length": int(length), "n_read": row.get("tokens"), "by_position": row.get("by_position")}
         | {name: row.get(name) for name in MEASURED}
         for length, row in result["lengths"].items()
     ]

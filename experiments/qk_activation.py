@@ -17,7 +17,7 @@ from shared import RED, Parser, plt, save
 from checkpoint import load_checkpoint
 from common import one_sentence_errors, positive_int
 from fope import rope_freqs
-from paper.results import NAMES
+from rows import NAMES
 
 
 def mean_activation(model, n_tokens):

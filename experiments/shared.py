@@ -12,9 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common import ArgumentParser, command, make_folder, provenance, write_json  # noqa: E402
-from paper.plot import PAIRS, STYLES, plt  # noqa: E402
+from figure import PAIRS, STYLES, matplotlib  # noqa: E402
 
-# a method's colour is that of paper/plot.py
+matplotlib.use("Agg")
+matplotlib.style.use("default")  # no matplotlibrc of one's own
+import matplotlib.pyplot as plt  # noqa: E402
+
+# a method's colour is that of figure.py
 GREY, GREEN, BLUE, RED = (STYLES[name][0] for name in ("NoPE", "ALiBi", "RoPE", "FoPE"))
 WINDOW = STYLES["RoPE, window of 512"][0]
 SLOW, FAST = (PAIRS[name][0] for name in ("slow", "fast"))

@@ -44,7 +44,7 @@ has all numbers.
             runs_out/tiny/text/{rope_cycles1_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
             --name others --conditions none near "both, wrapped"
 
-The models are those of figure1, enough and figure1_all in results/studies.sh. Figure and json go to
+The models are those of figure1, enough and figure1_all in results/STUDIES.md. Figure and json go to
 results/mechanism, over those that are there; --out names another folder.
 """
 

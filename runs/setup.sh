@@ -54,5 +54,4 @@ stop() {
     echo "stopped, all is saved; the same command continues" && exit 130
 }
 
-install requirements.txt "PyTorch and what it needs, 1 GB, on Linux with CUDA 5 GB; 2 to 15 minutes"
-install paper/requirements.txt "drawing and a text, 250 MB; a minute"
+install requirements.txt "PyTorch and a few packages, 1.3 GB, on Linux with CUDA 5 GB; 3 to 16 minutes"

@@ -10,8 +10,6 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import bench
 
-from paper import tables
-
 
 @pytest.mark.slow
 def test_bench_measures_and_shows(tmp_path, capsys):
@@ -32,10 +30,10 @@ def test_bench_measures_and_shows(tmp_path, capsys):
 
 def test_the_share_of_a_cards_peak(monkeypatch):
     """MFU = tokens/s x FLOP of a token / the card's peak."""
-    monkeypatch.setattr(tables, "peak_flops", lambda hardware: 1e12)
+    monkeypatch.setattr(bench.common, "peak_flops", lambda hardware: 1e12)
     row = dict(train=4.0, train_flops=2e10, train_bytes=2e9, train_kernels="math")
     result = dict(preset="tiny", hardware="", train_len=16, batch_size=2, eval_len=64)
-    *_, line = tables.bench_table(result | {"summary": {"fire": row}}).split("\n")
+    *_, line = bench.bench_table(result | {"summary": {"fire": row}}).split("\n")
     assert line == "| fire, train | 8,000.0 | 4 | 8.0% | 2.00 | math |"
 
 

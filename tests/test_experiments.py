@@ -5,8 +5,7 @@ figure and numbers.
 
 import json
 import math
-import os
-import subprocess
+import re
 import sys
 
 import matplotlib.image
@@ -14,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, refuses, run_training
+from scipy import stats
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import attention_row
 import decay
+import page
 import qk_activation
 import relative
 import spectrum_leakage
-import strip
 import toy_fourier
 import wrap
 
 from checkpoint import save_checkpoint
-from common import Refused
 from fope import FoPE, NoPE, RoPE, rope_freqs
 from model import GPT, GPTConfig
 
@@ -215,33 +214,31 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     refuses(wrap.main, [nope, *flags], "nope_s1")
 
 
-def test_the_passages_are_the_first_documents_that_are_long_enough():
-    tokens = np.array([1, 2, 9, *[3] * 5, 9, *[4] * 4, 9, *[5] * 7, 9])
-
-    class Data:
-        folder, meta = "texts", {"eot": 9}
-
-        def __len__(self):
-            return len(tokens)
-
-        def read(self, start, n):
-            return tokens[start : start + n]
-
-    data = Data()
-    found = strip.passages(data, 5, 2)
-    assert [(i, doc.tolist()) for i, doc in found] == [(1, [3] * 5), (3, [5] * 5)]
-    with pytest.raises(Refused, match="fewer than 3"):
-        strip.passages(data, 5, 3)
+def test_the_table_of_the_cause_says_what_is_left(tmp_path):
+    stored = json.loads((ROOT / "results" / "mechanism" / "wrap_held.json").read_text())
+    table = wrap.cause_table(stored["runs"]).split("\n")
+    assert table[0].endswith("| 0 | 32 | 64 | 128 | 255 | 383 | 511 | 767 | 1023 | 1279 | 1535 |")
+    at_0 = [100 * (1 - run["removed"]["fast, held 0x"]) for run in stored["runs"]]
+    low, high = stats.ttest_1samp(at_0, 0).confidence_interval()
+    assert table[3].startswith(f"| fast pairs | {np.mean(at_0):.0f} ± {(high - low) / 2:.0f} |")
 
 
-def test_the_committed_passages_have_the_means_of_their_losses():
-    stored = json.loads((ROOT / "results" / "mechanism" / "strip.json").read_text())
-    for passage in stored["passages"]:
-        for name, losses in passage["losses"].items():
-            assert len(losses) == len(passage["text"]) == stored["length"] == strip.LENGTH
-            parts = [np.mean(losses[:512]), np.mean(losses[512:])]
-            assert passage["mean"][name]["passage"] == pytest.approx(parts, abs=0.002)
-            assert passage["mean"][name]["table"] == strip.table_means(name, 512)
+# --- the page, and README's picture
+
+
+def test_the_page_holds_the_numbers_of_the_results():
+    """Else run python experiments/page.py."""
+    text = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
+    held = re.search('id="measured">(.*?)</script>', text, re.S)[1]
+    assert json.loads(held) == page.page_numbers(page.MECHANISM)
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_drawn_from_the_results():
+    files = [ROOT / "docs" / name for name in ("loss.svg", "loss_dark.svg", "index.html")]
+    committed = [file.read_bytes() for file in files]
+    page.main([])
+    assert [file.read_bytes() for file in files] == committed
 
 
 # --- the notebook
@@ -283,14 +280,3 @@ def test_the_tour_runs(tmp_path):
     runs = {path.parent.name for path in tmp_path.glob("*/checkpoint.pt")}
     assert runs == {"rope_s0", "fope_sigma=0_sin_pad=0_s0"}
     assert "largest difference: 0.0\n" in printed and "slow pairs stopped" in printed
-
-
-def test_a_missing_package_is_named(tmp_path):
-    """Drawing has its own requirements: without them a sentence, not a traceback."""
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('no', name='matplotlib')")
-    for command in (["experiments/decay.py"], ["-m", "paper", "--list"]):
-        env = dict(os.environ, PYTHONPATH=str(tmp_path))
-        run = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True)
-        said = run.stderr.decode()
-        assert run.returncode == 1 and "Traceback" not in said
-        assert "the package matplotlib is missing: pip install -r paper" in said

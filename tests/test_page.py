@@ -16,8 +16,8 @@ import torch
 from conftest import ROOT
 
 from baselines import yarn
+from figure import PAIRS, STYLES
 from fope import FoPE, RoPE, alibi_slopes
-from paper.plot import PAIRS, STYLES
 
 PAGE = ROOT / "docs" / "index.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

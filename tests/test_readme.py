@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from paper import results, tables
+from rows import half_interval, read_rows
 
 README, REPORT = "README.md", "results/README.md"
 TEXTS = [README, REPORT, "results/mechanism/README.md", "assignments/README.md"]
@@ -27,13 +27,13 @@ def read(text):
 
 @functools.cache
 def found(figure):
-    return results.load_results([ROOT / "results" / f"{figure}.json"])
+    return read_rows([ROOT / "results" / f"{figure}.json"])
 
 
 def values(figure, label, name="loss", lengths=(512, 8192), kind="perplexity"):
     """One number: (seeds, lengths), by seed."""
-    rows = sorted(found(figure)[kind][label], key=results.seed_of)
-    return np.array([[row["lengths"][n][name] for n in lengths] for row in rows])
+    rows = [row for row in found(figure) if (row["kind"], row["label"]) == (kind, label)]
+    return np.array([[row[name] for row in rows if row["length"] == n] for n in lengths]).T
 
 
 def keys(figure, label):
@@ -76,7 +76,7 @@ CLAIMS = [
 def test_who_is_ahead_is_that_of_the_json_files(figure, name, label, to, signs):
     kind = "perplexity" if name == "loss" else "passkey"
     pair = [values(figure, la, name, LENGTHS, kind) for la in (label, to)]
-    middle, half = (pair[0] - pair[1]).mean(axis=0), results.half_interval(pair[0] - pair[1])
+    middle, half = (pair[0] - pair[1]).mean(axis=0), half_interval(pair[0] - pair[1])
     ahead = np.where(np.abs(middle) <= half, "0", np.where(middle > 0, "+", "-"))
     level = np.abs(middle) + half < (0.02 if name == "loss" else 0.05)
     assert "".join(np.where(level, "=", ahead)) == signs
@@ -96,23 +96,7 @@ def test_what_does_not_rise_and_who_finds_no_key():
     assert none.mean() == 0.5  # "half of its seeds none"
 
 
-@pytest.mark.slow
-def test_the_picture_of_the_readme_is_drawn_from_the_results():
-    pictures = [ROOT / "docs" / name for name in ("loss.svg", "loss_dark.svg")]
-    committed = [picture.read_bytes() for picture in pictures]
-    script = [sys.executable, "experiments/loss_by_position.py"]
-    subprocess.run(script, cwd=ROOT, check=True)
-    assert [picture.read_bytes() for picture in pictures] == committed
-
-
-# --- tables, links, commands
-
-
-@pytest.mark.parametrize("text", [README, REPORT, "results/TABLES.md"])
-def test_tables_are_those_of_the_committed_results(text):
-    assert "<!-- table " in read(text)
-    how = f"run python -m paper.plot --tables {text}"
-    assert tables.fill_tables(read(text), ROOT / "results") == read(text), how
+# --- links, commands
 
 
 def test_links_to_lines_show_the_code_they_quote():
@@ -137,7 +121,7 @@ def test_links_lead_to_files_and_headings(text):
 @pytest.mark.slow
 def test_commands_and_flags_that_the_texts_name_exist():
     calls = {}
-    pattern = r"(bash|python) (-m [\w.]+|[\w./]+\.(?:sh|py))([^\n`#]*)"
+    pattern = r"(bash|python) ([\w./]+\.(?:sh|py))((?:[^\n`#\\]|\\\n)*)"
     for program, script, words in re.findall(pattern, "\n".join(map(read, TEXTS))):
         command = (program.replace("python", sys.executable), *script.split(), "--help")
         calls.setdefault(command, []).extend(re.findall(r"--[\w-]+", words))

@@ -284,7 +284,7 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
         (["--lengths", "1.5x"], ["--lengths"]),
         (["--pos", "xpos"], ["xpos", "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"]),
         (["--pos", "no_file.Mine"], ["no_file"]),
-        (["--pos", "paper.results.Mine"], ["Mine"]),
+        (["--pos", "rows.Mine"], ["Mine"]),
         (["--pos_args", "gamma"], ["--pos_args"]),
         (["--head_dim", "15"], ["head_dim"]),
         (["--rope_scaling", "factor=2"], ["--init_from"]),  # a trained model's alone

@@ -1,0 +1,168 @@
+"""
+The numbers on docs/index.html, and README's picture, from results/: python experiments/page.py
+
+Both show what trained models lose at each byte of a text that is too long for them. The passages
+and their losses, in nats, are those of results/mechanism/strip.json, which names the commit and the
+command that measured them. The picture has lines of one passage, and below them the loss at each
+place of texts of 8,192 bytes, means over the models. Its axis is e to this loss, that of README's
+table.
+"""
+
+import json
+import re
+import string
+
+import matplotlib.ticker
+import numpy as np
+from shared import ROOT, STYLES, plt
+from wrap import HELD, held_distance
+
+from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
+from rows import read_rows, values_at
+
+MECHANISM = ROOT / "results" / "mechanism"
+STUDIES = ["figure1", "parts", "enough", "untrained", "keys"]
+LENGTHS = [512, 1024, 2048, 4096, 8192]  # of the charts
+DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+STEP = 0.125  # nats; the page holds a loss as one of 64 digits, a whole number of these
+YARN = "RoPE, YaRN told the length"
+# name on the page: label in results/
+PASSKEYS = {"rope": "RoPE", "cycle": "RoPE, theta 94", "fope": "FoPE", "alibi": "ALiBi"}
+PASSKEYS |= {"floor": "FoPE, floor alone"}
+PERPLEXITY = {"rope": "RoPE", "yarn": YARN, "window": "RoPE, window of 512", **PASSKEYS}
+AT_2048 = {"yarn": f"{YARN}, with temperature", "yarn_alone": YARN}
+
+
+def found(kind):
+    """{label: its rows} of one kind of evaluation in results/."""
+    by_label = {}
+    for row in read_rows([ROOT / "results" / f"{name}.json" for name in STUDIES]):
+        if row["kind"] == kind:
+            by_label.setdefault(row["label"], []).append(row)
+    return by_label
+
+
+# --- the page
+
+
+def page_numbers(folder):
+    """What docs/index.html draws: folder/strip.json, wrap_held.json, and two charts of results/."""
+    strip, held = read_json(folder / "strip.json"), read_json(folder / "wrap_held.json")
+    page = {"train_len": strip["train_len"], "step": STEP, "digits": DIGITS, "passages": []}
+    page["lengths"] = LENGTHS
+    for row in strip["passages"]:
+        losses = {name: packed(at) for name, at in row["losses"].items() if name != "window"}
+        means = {name: [m["passage"][1], m["table"][1]] for name, m in row["mean"].items()}
+        page["passages"].append({"text": row["text"], "past": means, "losses": losses})
+    places = {place: held_distance(place, held["train_len"]) for place in HELD}
+    page["left"] = {"distance": list(places.values()), "models": len(held["runs"])}
+    for pairs in ("slow", "fast"):
+        removed = [[run["removed"][f"{pairs}, {p}"] for p in places] for run in held["runs"]]
+        page["left"][pairs] = (100 - 100 * np.mean(removed, axis=0)).round().tolist()
+    page["perplexity"] = by_length(PERPLEXITY, "perplexity", "perplexity", 1)
+    page["passkeys"] = by_length(PASSKEYS, "passkey_anywhere", "accuracy", 100)
+    page["at_2048"] = by_length(AT_2048, "passkey_anywhere", "accuracy", 100, [2048])
+    return page
+
+
+def by_length(curves, kind, number, factor, lengths=LENGTHS):
+    """{name: [models, mean at each length, ...]} of one number of results/, times a factor."""
+    by_label, rows = found(kind), {}
+    for name, label in curves.items():
+        at = [values_at(by_label[label], number, n) for n in lengths]
+        rows[name] = [len(at[0]), *(round(factor * float(np.mean(v)), 2) for v in at)]
+    return rows
+
+
+def packed(losses):
+    """Losses as one digit each; more than 7.9 nats count as 7.9."""
+    steps = np.clip(np.round(np.array(losses) / STEP), 0, len(DIGITS) - 1).astype(int)
+    return "".join(DIGITS[step] for step in steps)
+
+
+def fill_page(path, numbers):
+    """Put them into the page's element that holds them."""
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in numbers.items())
+    element = r'(<script type="application/json" id="measured">\n).*?(\n</script>)'
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(element, lambda m: f"{m[1]}{{{rows}}}{m[2]}", text, flags=re.S)
+    write_atomically(path, lambda f: f.write(text.encode()))
+
+
+# --- the picture
+
+# label in the results, name at the curve's end, and how far above that end the name stands
+CURVES = [
+    ("RoPE", "RoPE", 1.0),
+    ("RoPE, theta 94", "RoPE, theta 94", 1.01),
+    (YARN, "RoPE with YaRN", 0.91),
+    ("FoPE", "FoPE", 1.08),
+    ("ALiBi", "ALiBi", 0.98),
+]
+RED, MIDDLE = "#DE281C", dict(va="center", ha="center", size=10, family="DejaVu Sans Mono")
+WIDTH = 92
+LINES = [  # name in strip.json, first byte, what it is
+    ("rope", 360, "RoPE reads the text, from byte 360:"),
+    ("rope", 1474, "RoPE, from byte 1,474. Red is what the model does not expect:"),
+    ("slow", 1474, "the same model, but slow pairs show far bytes at an angle that training had:"),
+    ("fope", 1474, "a model that was trained with FoPE:"),
+]
+
+
+def draw_text(ax, passage, ink):
+    """LINES of a passage of strip.json. A tint is the mean of 65 bytes, as on docs/index.html."""
+    ax.set(xlim=(0, WIDTH), ylim=(2 * len(LINES), 0))
+    ax.axis("off")
+    for row, (name, first, title) in enumerate(LINES):
+        losses = np.array(passage["losses"][name])
+        ax.text(0, 2 * row + 0.55, title, color=ink, va="center", size=10)
+        for i, letter in enumerate(passage["text"][first : first + WIDTH].replace("\n", " ")):
+            loss = losses[first + i - 32 : first + i + 33].mean()
+            alpha = np.clip(0.8 * (loss - 1.2) / 1.2, 0, 0.8)
+            ax.add_patch(plt.Rectangle((i, 2 * row + 1), 1, 0.9, color=RED, alpha=alpha, lw=0))
+            ax.text(i + 0.5, 2 * row + 1.45, letter, color=ink, **MIDDLE)
+
+
+def draw(by_label, passage, dark):
+    """README's picture, for a light or a dark ground."""
+    height = {"height_ratios": [1, 2.1]}
+    fig, (top, ax) = plt.subplots(2, 1, figsize=(9.2, 6), layout="constrained", gridspec_kw=height)
+    ink = "#E6E6E6" if dark else "#1A1A1A"
+    draw_text(top, passage, ink)
+    for label, name, shift in CURVES:
+        rows = values_at(by_label[label], "by_position", LENGTHS[-1])
+        perplexity = np.exp(np.mean(rows, axis=0).reshape(-1, 2).mean(axis=1))  # less jagged
+        places = (np.arange(len(perplexity)) + 0.5) * LENGTHS[-1] / len(perplexity)
+        colour = STYLES[label][2 if dark else 0]
+        ax.plot(places, perplexity, color=colour, lw=2)
+        end = perplexity[-4:].mean()
+        ax.text(LENGTHS[-1] + 60, end * shift, name, color=colour, va="center", size=12)
+    ax.axvspan(0, 512, color=ink, alpha=0.12, lw=0)
+    ax.text(560, 24, "trained on 512 bytes", color=ink, va="center", size=12)
+    ax.set(xlim=(0, LENGTHS[-1] + 1900), ylim=(3, 32), yscale="log")
+    ax.set_xticks([512, 2048, 4096, 6144, 8192])
+    ax.yaxis.set_major_locator(matplotlib.ticker.FixedLocator([3, 4, 6, 10, 15, 20, 30]))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    ax.set_xlabel("place in the text, in bytes", color=ink, size=12)
+    ax.set_ylabel("perplexity there (log axis, lower is better)", color=ink, size=12)
+    ax.tick_params(colors=ink, labelsize=11)
+    ax.grid(alpha=0.2, color=ink)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(ink)
+    return fig
+
+
+def main(argv=None):
+    ArgumentParser(__doc__).parse_args(argv)
+    fill_page(ROOT / "docs" / "index.html", page_numbers(MECHANISM))
+    passage = read_json(MECHANISM / "strip.json")["passages"][0]
+    plt.rcParams["svg.hashsalt"] = "the same file each time"
+    for dark, name in ((False, "loss.svg"), (True, "loss_dark.svg")):
+        fig = draw(found("perplexity"), passage, dark)
+        fig.savefig(ROOT / "docs" / name, transparent=True, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    one_sentence_errors(main)()
