@@ -41,19 +41,17 @@ WHOLE = ("% of whole passkeys", KEYS, "accuracy", 100, 0)
 NLL = ("NLL of a digit", KEYS, "answer_nll", 1, 2)
 DIGITS = ("% of digits", KEYS, "token_accuracy", 100, 0)
 
-HEADLINE = {  # README's: a label, and what it is called there
-    "RoPE": "RoPE",
-    "RoPE, newer models": "RoPE, other models for passkeys",
-    "RoPE, YaRN told the length, with temperature": "RoPE that reads with YaRN and its temperature",
-    "RoPE, YaRN told the length": "RoPE that reads with YaRN, no temperature",
-    "RoPE, window of 512": "RoPE that reads with a window of 512",
-    "RoPE, theta 94": "RoPE with theta 94",
-    "FoPE": "FoPE",
-    "FoPE, with temperature": "FoPE that reads with this temperature",
-    "FoPE, floor alone": "FoPE, the floor alone",
-    "p-RoPE, p = 0.5": "the floor alone, stopped pairs count once",
-    "ALiBi": "ALiBi",
-}
+HEADLINE = [  # README's: what it is called there, the label for text, the label for passkeys
+    ("RoPE", "RoPE", "RoPE, newer models"),
+    (
+        "the same, read with YaRN and its temperature",
+        "RoPE, YaRN told the length, with temperature",
+        "RoPE, YaRN told the length, with temperature",
+    ),
+    ("FoPE", "FoPE", "FoPE, newer models"),
+    ("the same, read with the temperature", "FoPE, with temperature", "FoPE, with temperature"),
+    ("ALiBi", "ALiBi", "ALiBi"),
+]
 UNTRAINED = {
     "RoPE": "RoPE, as it was trained",
     "RoPE, YaRN told the length": "YaRN told the length",
@@ -101,14 +99,6 @@ def cells(rows, numbers, lengths, count=True):
 
 def titles(numbers, lengths):
     return [f"{title}, {n}" for title, *_ in numbers for n in lengths]
-
-
-def headline():
-    found = cells(rows_of(ALL), [PERPLEXITY, WHOLE], (512, 2048, 8192))
-    shown = [0, 2, 3, 4, 5, 6, 7]  # no perplexity at 2048
-    lines = [[name, *(found[label][i] or "-" for i in shown)] for label, name in HEADLINE.items()]
-    names = ["perplexity at 512", "at 8192", "whole passkeys found at 512, %", "at 2048", "at 8192"]
-    return markdown(["", *names, "models for text", "for passkeys"], lines)
 
 
 def summary():
@@ -197,6 +187,30 @@ def harms():
     return markdown(["whole passkeys", *columns], lines)
 
 
+def headline():
+    """Means alone: perplexities of text, and whole passkeys at 2048."""
+    results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
+    for name, text, keys in HEADLINE:
+        of_text = [result["lengths"] for result in results["perplexity", text]]
+        means = (np.mean([rows[n]["perplexity"] for rows in of_text]) for n in ("512", "8192"))
+        found = near_and_far(results[KEYS, keys], 2048)
+        lines.append([name, *(f"{mean:.1f}" for mean in means), *found, str(len(of_text))])
+    counted = counted_letters(5)
+    means = (np.mean([rows[n]["perplexity"] for rows in counted]) for n in ("512", "8192"))
+    lines.append(
+        ["counting five letters", *(f"{mean:.1f}" for mean in means), "", "", "", str(len(counted))]
+    )
+    columns = ["perplexity at 512", "at 8192", "passkeys at 2048, near, %", "far, %"]
+    return markdown(["", *columns, "models that find 90 %", "models for text"], lines)
+
+
+def counted_letters(context):
+    """Of each seed what an n-gram with this many letters of context gives, by length."""
+    counted = read_json(RESULTS / "mechanism" / "ngram.json")["results"]
+    of_context = [r for r in counted if r["recipe"]["pos_args"]["context"] == context]
+    return [result["lengths"] for result in of_context]
+
+
 PLACES = [(8, 16), (32, 64), (384, 512)]  # in a window of 512
 READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"]
 
@@ -204,18 +218,17 @@ READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"
 def ngram():
     """The loss of models of text, also by place in 512 bytes, and what counting letters gives."""
     results = read_results(["figure1", "figure1_all", "parts", "enough"])
-    models = {label: results["perplexity", label] for label in READERS}
-    counted = read_json(RESULTS / "mechanism" / "ngram.json")["results"]
-    for n in (3, 4, 5):
-        of_n = [r for r in counted if r["recipe"]["pos_args"]["context"] == n]
-        models[f"counting letters, {n} bytes of context"] = of_n
+    models = {}
+    for label in READERS:
+        of_seed = {r["recipe"]["seed"]: r["lengths"] for r in results["perplexity", label]}
+        models[label] = list(of_seed.values())
+    models |= {f"counting letters, {n} bytes of context": counted_letters(n) for n in (3, 4, 5)}
     lines = []
     for label, of_label in models.items():
-        of_seed = {r["recipe"]["seed"]: r["lengths"] for r in of_label}.values()
-        losses = [np.mean([rows[n]["loss"] for rows in of_seed]) for n in ("512", "8192")]
-        places = np.mean([rows["512"]["by_position"] for rows in of_seed], axis=0)
+        losses = [np.mean([rows[n]["loss"] for rows in of_label]) for n in ("512", "8192")]
+        places = np.mean([rows["512"]["by_position"] for rows in of_label], axis=0)
         losses += [places[a // 4 : b // 4].mean() for a, b in PLACES]  # 128 parts of 4 bytes
-        lines.append([label, *(f"{loss:.2f}" for loss in losses), str(len(of_seed))])
+        lines.append([label, *(f"{loss:.2f}" for loss in losses), str(len(of_label))])
     columns = ["at 512", "at 8192", *(f"bytes {a} to {b}" for a, b in PLACES)]
     return markdown(["nats per byte", *columns, "models"], lines)
 
