@@ -21,7 +21,7 @@ from common import ArgumentParser, one_sentence_errors, read_json, write_atomica
 from rows import read_rows, values_at
 
 MECHANISM = ROOT / "results" / "mechanism"
-STUDIES = ["figure1", "parts", "enough", "untrained", "keys"]
+STUDIES = ["figure1", "parts", "enough", "untrained", "keys", "temperature"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]  # of the charts
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 STEP = 0.125  # nats; the page holds a loss as one of 64 digits, a whole number of these
@@ -30,7 +30,7 @@ YARN = "RoPE, YaRN told the length"
 PASSKEYS = {"rope": "RoPE", "cycle": "RoPE, theta 94", "fope": "FoPE", "alibi": "ALiBi"}
 PASSKEYS |= {"floor": "FoPE, floor alone"}
 PERPLEXITY = {"rope": "RoPE", "yarn": YARN, "window": "RoPE, window of 512", **PASSKEYS}
-AT_2048 = {"yarn": f"{YARN}, with temperature", "yarn_alone": YARN}
+PASSKEYS |= {"yarn": f"{YARN}, with temperature", "sharp": "FoPE, with temperature"}
 
 
 def found(kind):
@@ -61,16 +61,16 @@ def page_numbers(folder):
         page["left"][pairs] = (100 - 100 * np.mean(removed, axis=0)).round().tolist()
     page["perplexity"] = by_length(PERPLEXITY, "perplexity", "perplexity", 1)
     page["passkeys"] = by_length(PASSKEYS, "passkey_anywhere", "accuracy", 100)
-    page["at_2048"] = by_length(AT_2048, "passkey_anywhere", "accuracy", 100, [2048])
     return page
 
 
-def by_length(curves, kind, number, factor, lengths=LENGTHS):
-    """{name: [models, mean at each length, ...]} of one number of results/, times a factor."""
+def by_length(curves, kind, number, factor):
+    """{name: [models, mean at each length or None, ...]} of a number of results/ times a factor."""
     by_label, rows = found(kind), {}
     for name, label in curves.items():
-        at = [values_at(by_label[label], number, n) for n in lengths]
-        rows[name] = [len(at[0]), *(round(factor * float(np.mean(v)), 2) for v in at)]
+        at = [values_at(by_label[label], number, n) for n in LENGTHS]
+        means = (round(factor * float(np.mean(v)), 2) if len(v) else None for v in at)
+        rows[name] = [len(at[0]), *means]
     return rows
 
 
