@@ -3,18 +3,15 @@ What a GPU would be asked, found out without one.
 
 On fake CUDA tensors, which have a shape, a type and a device but no numbers, one step of every
 embedding shows what a first run would: mixed devices, wrong types, numbers that the CPU waits for
-(they have none to give), the memory that it takes. Kernels do not run. torch.compile is asked on
-the CPU: how many graphs it makes, and what its loss keeps.
+(they have none to give). Kernels do not run. torch.compile is asked on the CPU how many graphs it
+makes.
 """
 
 import ctypes
-import re
 import shutil
 import subprocess
-import weakref
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
@@ -25,15 +22,13 @@ import torch.nn.functional as F
 from conftest import POSITION_EMBEDDINGS  # with those of the tests, in a new process, too
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import common
 import train
 from fope import RoPE
-from model import GPT, GPTConfig, loss_and_gradient
+from model import GPT, GPTConfig
 from recipe import RECIPES
 
 needs_compiler = pytest.mark.skipif(
@@ -61,35 +56,16 @@ def start_fake_cuda(library):
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 
 
-class Asked(TorchDispatchMode):
-    """What it sees: bytes in use and their peak, and what moves between devices."""
+class Moved(TorchDispatchMode):
+    """Counts the tensors that move between devices."""
 
-    def __init__(self, *modules):
-        super().__init__()
-        self.used = self.peak = 0
-        self.moved, self.seen = [], weakref.WeakSet()
-        for module in modules:
-            self.count([*module.parameters(), *module.buffers()])
-
-    def count(self, tensors):
-        for t in tensors:
-            if torch.is_tensor(t) and t.is_cuda and t.untyped_storage() not in self.seen:
-                storage, n = t.untyped_storage(), t.untyped_storage().nbytes()
-                self.seen.add(storage)
-                self.used += n
-                self.peak = max(self.peak, self.used)
-                weakref.finalize(storage, self.free, n)
-
-    def free(self, n):
-        self.used -= n
+    n = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if "_to_copy" in str(func) and kwargs.get("device", args[0].device) != args[0].device:
-            self.moved += [tuple(args[0].shape)]
-        result = func(*args, **kwargs)
-        self.count(tree_leaves(result))
-        return result
+            self.n += 1
+        return func(*args, **kwargs)
 
 
 def fused_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
@@ -111,21 +87,10 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
     return kernel(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
 
 
-def cases(presets, quick):
-    """All pairs of a preset and an embedding; but for a few they run only with --all."""
-    return [
-        pytest.param(*pair, marks=[] if pair in quick else pytest.mark.slow)
-        for pair in product(presets, POSITION_EMBEDDINGS)
-    ]
-
-
-def nothing(*args, **kwargs):
-    pass
-
-
 def fake_model(preset, pos):
     """(model, recipe): weights are not drawn, since 1.2B of them would take a minute."""
     recipe = RECIPES[preset].changed(pos=pos)
+    nothing = lambda *args, **kwargs: None  # noqa: E731
     with (
         patch.object(nn.init, "trunc_normal_", nothing),
         patch.object(nn.Linear, "reset_parameters", nothing),
@@ -134,23 +99,23 @@ def fake_model(preset, pos):
         return GPT(recipe), recipe
 
 
-def step(preset, pos, n_sequences):
-    """Two training steps, each in two micro-batches; what moved in each of them, and the peak."""
+def step(preset, pos):
+    """Two training steps, each in two micro-batches, and what moved in each of them."""
     model, recipe = fake_model(preset, pos)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to("cuda")
         optimizer = train.make_optimizer(model, recipe)
+        batch = torch.empty(4, recipe.train_len + 1, dtype=torch.long, device="cuda")
         moved = []
-        batch = torch.empty(2 * n_sequences, recipe.train_len + 1, dtype=torch.long, device="cuda")
-        with Asked(model) as asked:
-            for _ in range(2):
+        for _ in range(2):
+            with Moved() as mode:
                 loss = train.accumulate_gradients(model, batch, 2)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                moved += [len(asked.moved)]
+            moved.append(mode.n)
     devices = {t.device.type for t in [loss, *model.parameters(), *model.buffers()]}
-    return devices, loss.dtype, moved, asked.peak
+    return devices, loss.dtype, moved
 
 
 def read(preset, pos, length):
@@ -162,49 +127,47 @@ def read(preset, pos, length):
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = model.to("cuda").eval()
         idx = torch.empty(1, length + 1, dtype=torch.long, device="cuda")
-        with Asked(model) as asked, common.autocast(idx.device):
+        with common.autocast(idx.device):
             losses = model(idx[:, :-1], idx[:, 1:], reduction="none")
             answer = model(idx[:, :-1], positions=slice(-6, None))
             for options in (dict(temperature=0), dict(top_k=5)):
                 tokens = [*model.generate(idx, 2, **options)]
-    kept = torch.backends.cuda.cudnn_sdp_enabled()
     outputs = [(t.device.type, tuple(t.shape)) for t in (losses, answer, *tokens)]
-    return outputs, losses.dtype, plans, kept, asked.peak
+    return outputs, losses.dtype, plans, torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def slow_but_for(*quick):
+    return [
+        pytest.param(pos, marks=[] if pos in quick else pytest.mark.slow)
+        for pos in POSITION_EMBEDDINGS
+    ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("preset", "pos"), cases(RECIPES, quick=[("60M", "alibi"), ("60M", "fope")])
-)
-def test_a_step_on_cuda(on_fake_cuda, preset, pos):
-    """
-    Nothing is waited for, and after the first, which makes the tables, nothing moved. A
-    card of 24 GB is enough for the paper's micro-batches of 64 sequences at 20M and 60M.
-    """
-    n_sequences = 64 if preset in ("20M", "60M") else 2
-    devices, dtype, moved, peak = on_fake_cuda(step, preset, pos, n_sequences)
+@pytest.mark.parametrize("pos", slow_but_for("alibi", "fope"))
+def test_a_step_on_cuda(on_fake_cuda, pos):
+    """Nothing is waited for, and after the first, which makes the tables, nothing moved."""
+    devices, dtype, (first, second) = on_fake_cuda(step, "60M", pos)
     assert devices == {"cuda"} and dtype == torch.float32
-    assert moved[1] == moved[0] and bool(moved[0]) == issubclass(POSITION_EMBEDDINGS[pos], RoPE)
-    assert peak < 22e9 or n_sequences < 64
+    assert second == 0 and bool(first) == issubclass(POSITION_EMBEDDINGS[pos], RoPE)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("preset", "pos"), cases(["20M", "60M"], [("60M", "fope")]))
-def test_a_long_text_on_cuda(on_fake_cuda, preset, pos):
+@pytest.mark.parametrize("pos", slow_but_for("fope"))
+def test_a_long_text_on_cuda(on_fake_cuda, pos):
     """8192 tokens, and generation, for which cuDNN makes no plan at every length."""
-    outputs, dtype, plans, kept, peak = on_fake_cuda(read, preset, pos, 8192)
+    outputs, dtype, plans, kept = on_fake_cuda(read, "60M", pos, 8192)
     text, answer = ("cuda", (1, 8192)), ("cuda", (1, 6, 50257))
     assert outputs == [text, answer, ("cuda", (1, 1)), ("cuda", (1, 1))]
     assert dtype == torch.float32
     assert plans == [True, True, False, False, False, False] and kept
-    assert peak < 6e9
 
 
 # --- torch.compile
 
 
-@pytest.mark.parametrize(("_", "pos"), cases(["tiny"], [("tiny", "fope"), ("tiny", "kerple")]))
-def test_graphs_of_a_compiled_run(_, pos):
+@pytest.mark.parametrize("pos", slow_but_for("fope", "kerple"))
+def test_graphs_of_a_compiled_run(pos):
     """
     Three in training: all blocks share one, validation has its own, and the loss. A longer text
     makes at most one more, and what it leaves behind one for training and one for validation.
@@ -226,17 +189,3 @@ def test_graphs_of_a_compiled_run(_, pos):
     assert graphs[:2] == [3, 3]
     assert all(n <= most for n, most in zip(graphs, [3, 3, 4, 5, 6, 7, 9], strict=True)), graphs
     assert not counters["graph_break"]
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_loss_keeps_no_logits_in_fp32(dtype):
-    """Only the gradient is as large as the logits, and it has their type."""
-    torch.manual_seed(0)
-    logits, targets = torch.randn(96, 640).to(dtype), torch.randint(640, (96,))
-    ulp = 1e-5 if dtype == torch.float32 else 2**-7  # what is summed in another order rounds so
-    (loss, gradient), code = run_and_get_code(torch.compile(loss_and_gradient), logits, targets)
-    for compiled, plain in zip((loss, gradient), loss_and_gradient(logits, targets), strict=True):
-        torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=ulp)
-    buffers = re.findall(r"= empty_strided_cpu\(\(96, 640\), .*torch\.(\w+)\)", "".join(code))
-    assert buffers == [str(dtype).removeprefix("torch.")]
