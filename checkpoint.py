@@ -19,7 +19,7 @@ import torch
 import common
 from common import Refused, file_sha256, make_folder, write_atomically, write_json
 from data import TokenData
-from fope import FoPE, PositionError
+from fope import FoPE
 from model import GPT
 from recipe import MAY_CHANGE, Recipe, check_pos
 
@@ -257,20 +257,3 @@ def inherit(new, old):
     new.cos_coef[:, :n_both, :both_K] = old.cos_coef[:, :n_both, :both_K]
     new.sin_coef[:, :n_both, :both_K] = old.sin_coef[:, :n_both, :both_K]
     new.forget_tables()
-
-
-@torch.no_grad()
-def check_effect(old, new, length):
-    """Refuse a changed embedding that attends as before: one of one's own may ignore a keyword."""
-    config, generator = new.config, torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, config.n_head, length, config.head_dim, generator=generator)
-    try:
-        before, after = (
-            pos.attend(*pos.rotate(q, k), v)
-            for pos in (model.blocks[0].attn.pos for model in (old, new))
-        )
-    except PositionError:  # the text is too long for it
-        return
-    if torch.equal(before, after):
-        changes = f"{config.pos_args} {config.rope_scaling or ''}".strip()
-        raise Refused(f"{config.pos} with {changes} reads {length:,} tokens as it does without")

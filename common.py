@@ -107,7 +107,7 @@ def add_device_flag(parser):
 
 def make_folder(path):
     Path(path).mkdir(parents=True, exist_ok=True)
-    if not os.access(path, os.W_OK):
+    if not os.access(path, os.W_OK):  # said before the work
         raise Refused(f"{path} cannot be written to")
     return Path(path)
 

@@ -75,20 +75,17 @@ class TokenData:
 
     def __init__(self, folder, split):
         self.folder, self.split = Path(folder), split
-        if not self.folder.is_dir():
-            raise Refused(f"there is no folder {self.folder.absolute()} to read tokens from")
-        missing = f"{folder} has no {split} text; prepare_data.py makes it (--val_frac)"
         if (self.folder / "meta.json").exists():
             self.meta = common.read_json(self.folder / "meta.json")
             names = [s["name"] for s in self.meta["shards"] if s["split"] == split]
         else:
-            missing = f"{folder} has no token shards of {split} text; prepare_data.py makes them"
             self.meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "shards": []}
             names = sorted(p.name for p in self.folder.glob("*.bin") if split in p.stem.split("_"))
             if f"{split}_000000.bin" in names:  # ours, not published ones
                 raise Refused(f"{folder} has no meta.json, which prepare_data.py writes at its end")
         if not names:
-            raise Refused(missing)
+            where = self.folder.absolute()
+            raise Refused(f"{where} has no {split} text; prepare_data.py makes it (--val_frac)")
         self.tokenizer_id = tokenizer_id(self.meta)
         if self.tokenizer_id.startswith("bpe:"):
             self.tokenizer()  # now: what is trained without its tokenizer cannot be read later
@@ -99,20 +96,12 @@ class TokenData:
         return self.starts[-1]
 
     def read(self, start, n):
-        """
-        Tokens start .. start + n - 1 as int64, across shards. Refused where one is not in the
-        vocabulary, as in shards that somebody made with another tokenizer.
-        """
+        """Tokens start .. start + n - 1 as int64, across shards."""
         tokens, done, i = np.empty(n, dtype=np.int64), 0, bisect(self.starts, start) - 1
         while done < n:
             part = self.shards[i][start + done - self.starts[i] :][: n - done]
             tokens[done : done + len(part)] = part
             done, i = done + len(part), i + 1
-        if n and (largest := int(tokens.max())) >= (size := self.meta["vocab_size"]):
-            raise Refused(
-                f"{self.folder}: its {self.split} text holds token {largest}, past the vocabulary "
-                f"of {self.tokenizer_id} ({size:,} tokens)"
-            )
         return tokens
 
     def excerpt(self, n, rng):

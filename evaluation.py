@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import common
-from checkpoint import check_effect, load_checkpoint, with_pos
+from checkpoint import load_checkpoint, with_pos
 from common import Refused
 from fope import PositionError
 from recipe import MAY_CHANGE, Keywords, parse_lengths
@@ -73,6 +74,23 @@ def load_for_evaluation(args, **fields):
     if (step := state.get("step", config.n_steps)) < config.n_steps:
         print(f"note: {args.run} is at step {step:,} of {config.n_steps:,}: --resume finishes it")
     return model.to(device), trained
+
+
+@torch.no_grad()
+def check_effect(old, new, length):
+    """Refuse a changed embedding that attends as before: one of one's own may ignore a keyword."""
+    config, generator = new.config, torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, config.n_head, length, config.head_dim, generator=generator)
+    try:
+        before, after = (
+            pos.attend(*pos.rotate(q, k), v)
+            for pos in (model.blocks[0].attn.pos for model in (old, new))
+        )
+    except PositionError:  # the text is too long for it
+        return
+    if torch.equal(before, after):
+        changes = f"{config.pos_args} {config.rope_scaling or ''}".strip()
+        raise Refused(f"{config.pos} with {changes} reads {length:,} tokens as it does without")
 
 
 def result_file(args, recipe, kind, corpus="", **read):

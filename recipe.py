@@ -135,11 +135,6 @@ class Recipe(GPTConfig):
         check_pos(self)
         return self
 
-    def as_flags(self):
-        """The flags of train.py that make this recipe."""
-        items = [(name, value) for name, value in vars(self).items() if name not in OF_THE_DATA]
-        return [word for item in items for word in flag_words(*item)]
-
 
 OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags: the data say them
 FIXED = (*OF_THE_DATA, "n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std", "qk_norm")

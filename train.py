@@ -19,7 +19,6 @@ crash loses the steps since the last checkpoint: there is one every five minutes
 """
 
 import math
-import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -32,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 from checkpoint import (
-    check_effect,
     check_same_data,
     data_fingerprint,
     holds_a_run,
@@ -98,8 +96,6 @@ def make_model(run, given, resume, device):
         recipe, data = open_data(trained.config.continued(**given), trained.config)
         note_what_was_read(given["init_from"], trained.config, about, state, data, recipe)
         model = with_pos(trained, recipe)
-        if "rope_scaling" in given:
-            check_effect(trained, model, 2 * recipe.train_len)
     else:  # new
         recipe, data = open_data(RECIPES[given.get("preset", "tiny")].changed(**given))
         model = GPT(recipe)
@@ -201,7 +197,6 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
     n_micro = count_micro_batches(recipe)
     run.start_log(data)
 
-    print(f"the recipe, as flags: {shlex.join(recipe.as_flags())}")
     n_params, n_input = raw_model.num_params(), raw_model.embed.weight.numel()
     print(f"{recipe.pos}: {n_params:,} parameters in blocks + head, {n_input:,} in the input table")
     sizes = f"{tokens_per_step:,} tokens from {batches.n_windows:,} windows"

@@ -91,22 +91,6 @@ def test_published_gpt2_shards_load_without_meta_json(tmp_path):
     assert tokens.meta["vocab_size"] == 50257
 
 
-def test_a_token_past_the_vocabulary_is_refused_by_the_batch_that_holds_it(tmp_path):
-    """In shards that somebody made with another tokenizer; the padded vocabulary would hold it."""
-    tokens = np.arange(1000, dtype=np.uint16)
-    tokens[700] = 50257
-    write_shard(tmp_path / "some_train_0.bin", tokens)
-    batches = Batches(TokenData(tmp_path, "train"), recipe(train_len=50, batch_size=1))
-    refused = []
-    for i in range(batches.n_windows):
-        try:
-            batches.batch(i, torch.device("cpu"))
-        except common.Refused as e:
-            refused.append(int(batches.order[i]))
-            assert "token 50257, past" in str(e) and str(tmp_path) in str(e)
-    assert sorted(refused) == [13, 14]  # 700 is a target of one and an input of the next
-
-
 SHARD = "train_000000.bin"
 
 
