@@ -3,6 +3,7 @@ Points for what students hand in: folders, zips, or single files such as fope.py
 
     python assignments/grade.py handed_in/*                     for a person to read
     python assignments/grade.py handed_in/* --out points.csv    a table, too
+    python assignments/grade.py ada --out results.json          one student, for Gradescope
     python assignments/grade.py --exercise 2                    a student's own files, here
 
 checks.py has the checks. A student's file runs in processes of its own (child.py).
@@ -19,36 +20,43 @@ from pathlib import Path
 import torch
 from checks import CHECKS, FILES, HandIn
 
-from common import ArgumentParser, Refused, one_sentence_errors
+from common import ArgumentParser, Refused, one_sentence_errors, write_json
 
 # also "ada_123_fope.py", "fope - Kopie (2).py", "Fope_final.py.txt": the first such word counts
 STEMS = "|".join(file.removesuffix(".py") for file in FILES.values())
 NAME = re.compile(rf"(?:.*?[\W_\d])??({STEMS})(?:[\W_\d].*)?\.py(?:\.txt)?", re.I)
+HIDDEN = (".", "__MACOSX", "answers.zip")  # the last is in every starter
+
+
+def find(name, file):
+    """(name, bytes) of an open file, if a sheet asks for it, or of such files in a zip."""
+    if any(part.startswith(HIDDEN) for part in name.parts):
+        return
+    if NAME.fullmatch(name.name):
+        yield name, file.read()
+    elif name.suffix.lower() == ".zip":  # nothing is unpacked
+        archive = zipfile.ZipFile(file)
+        for member in archive.namelist():
+            with archive.open(member) as inner:
+                yield from find(name / member.replace("\\", "/"), inner)  # Windows has a\b
 
 
 def read_submission(path):
     """{file: bytes} of what sheets ask for, from a folder, a zip or a file. Else Refused."""
-    try:
-        if path.suffix.lower() == ".zip":  # nothing is unpacked; Windows has a\b
-            archive = zipfile.ZipFile(path)
-            found = {Path(name.replace("\\", "/")): name for name in archive.namelist()}
-            read = archive.read
-        else:
-            some = [path, *(p for depth in ("*", "*/*", "*/*/*") for p in path.glob(depth))]
-            found = {p.relative_to(path.parent): p for p in some if p.is_file()}
-            read = Path.read_bytes
-        texts = {}
-        # of several files the last stays: the one with the sheet's own name, then the least deep
-        own_name = {p: p.name in FILES.values() for p in found}
-        for p in sorted(found, key=lambda p: (own_name[p], -len(p.parts), -len(p.name), p)):
-            hidden = any(part.startswith((".", "__MACOSX")) for part in p.parts)
-            if (match := NAME.fullmatch(p.name)) and not hidden:
-                texts[match[1].lower() + ".py"] = read(found[p])
-    except Exception as e:  # whatever a foreign file makes zipfile or the system raise
-        raise Refused(f"it cannot be read: {e!r}") from None
-    if not texts:
-        raise Refused(f"it has none of {', '.join(sorted({*FILES.values()}))}")
-    return texts
+    found, unread = {}, ""
+    for p in [path, *(p for depth in ("*", "*/*", "*/*/*") for p in path.glob(depth))]:
+        if os.path.isfile(p):
+            try:
+                with open(p, "rb") as file:
+                    found |= find(p.relative_to(path) if p != path else Path(p.name), file)
+            except Exception as e:  # whatever a foreign file makes zipfile or the system raise
+                unread = f"; {p.name} cannot be read: {e!r}"
+    if not found:
+        raise Refused(f"it has none of {', '.join(sorted({*FILES.values()}))}{unread}")
+    # of several files the last stays: the one with the sheet's own name, then the least deep
+    own_name = {p: p.name in FILES.values() for p in found}
+    order = sorted(found, key=lambda p: (own_name[p], -len(p.parts), -len(p.name), p))
+    return {NAME.fullmatch(p.name)[1].lower() + ".py": found[p] for p in order}
 
 
 def grade(path, checks, seed):
@@ -79,28 +87,38 @@ def main(argv=None):
     add = parser.add_argument
     add("submissions", nargs="*", default=["."], help="folders, zips, or files")
     add("--exercise", type=int, nargs="+", choices=FILES, default=[*FILES], help="which sheets")
-    add("--out", type=Path, help="a csv, to which a line is added after each student")
+    add("--out", type=Path, help="a new points.csv, or for one student a new results.json")
     add("--seed", type=int, help="of the random inputs, to grade with the same ones again")
     args = parser.parse_args(argv)
     for path in args.submissions:
         if not os.path.exists(path):
             raise Refused(f"there is no file or folder {path}")
-    if args.out and args.out.suffix != ".csv":
-        raise Refused(f"--out {args.out} must end with .csv")
+    kind = args.out.suffix if args.out else ""
+    if args.out and (kind not in (".csv", ".json") or args.out.exists()):
+        raise Refused(f"--out {args.out} must be a new file that ends with .csv or .json")
+    if kind == ".json" and len(args.submissions) > 1:
+        raise Refused(f"{args.out} can hold one student, not {len(args.submissions)}")
     checks = [check for check in CHECKS if check[0] in args.exercise]
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"the random inputs are those of --seed {seed}", file=sys.stderr)
     torch.set_num_threads(1)  # of processes that are forked
-    with open(args.out or os.devnull, "w", newline="", encoding="utf-8", buffering=1) as file:
+    sys.stdout.reconfigure(errors="backslashreplace")  # a student's name may be no UTF-8
+    letters = dict(newline="", encoding="utf-8", errors="backslashreplace")
+    with open(args.out if kind == ".csv" else os.devnull, "a", buffering=1, **letters) as file:
         table = csv.writer(file)
-        sheets = [f"sheet {sheet}" for sheet in args.exercise]
+        sheets = (f"sheet {sheet}" for sheet in args.exercise)
         table.writerow(["student", "points", *sheets, "feedback", "handed in"])
-        for path in args.submissions:
+        for path in map(Path, args.submissions):
             rows = grade(path, checks, seed)
             points = [sum(r[2] for r in rows if r[0] == sheet) for sheet in args.exercise]
             # no reason begins with what a spreadsheet takes for a formula
             reasons = " | ".join(dict.fromkeys(f"{row[0]}: {row[4]}" for row in rows if row[4]))
-            table.writerow([Path(path).stem, sum(points), *points, reasons, path])
+            student = path.name if path.is_dir() else path.stem
+            table.writerow([student, sum(points), *points, reasons, path])
+            if kind == ".json":  # what Gradescope reads
+                keys = "number", "name", "score", "max_score", "output"
+                tests = [dict(zip(keys, (str(row[0]), *row[1:]), strict=True)) for row in rows]
+                write_json(args.out, {"output": f"--seed {seed} repeats this", "tests": tests})
             print(as_text(path, rows), flush=True)
 
 
