@@ -10,26 +10,19 @@ which it is. It costs once: later questions to that function compare with the sa
 """
 
 import inspect
-import math
-import sys
 import traceback
 from functools import cache
-from pathlib import Path
 
-import child
+import child  # first: it says where the right files are
+import mine
 import torch
 from torch import randn
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
-# a starter has the solutions there: a student's file is tried beside right ones
-sys.path.insert(1, str(Path(__file__).resolve().parent / "answers.zip"))
-
-import baselines
 import eval_passkey
 import fope
 
 FILES = dict.fromkeys([1, 2, 3, 4], "fope.py") | {5: "eval_passkey.py", 6: "mine.py"}
-RIGHT = {module.__name__ + ".py": inspect.getsource(module) for module in (fope, eval_passkey)}
+RIGHT = {m.__name__ + ".py": inspect.getsource(m) for m in (fope, eval_passkey, mine)}
 
 
 @cache
@@ -57,50 +50,49 @@ class HandIn:
 
     def __init__(self, file, text, seed):
         self.file, self.text, self.seed = file, text, seed
-        self.answers = {}  # {function of a check: what child.ask returns}
+        self.endless = 0  # checks that have not ended
         self.mistakes = {}  # {name of a function: changes that give the right file this mistake}
         self.unnamed = set()  # checks that are wrong, and no mistake of MISTAKES is why
 
-    def student(self, function):
+    def answers(self, function):
         """The student's answers to a check. Wrong: there are none, and why."""
-        if function not in self.answers:
-            if sum("no end" in a.get("error", "") for a in self.answers.values()) == 3:
-                raise Wrong("three calls have not ended", True)
-            self.answers[function] = child.ask(self.file, self.text, questions(function, self.seed))
-        answer = self.answers[function]
+        if self.endless == 3:
+            raise Wrong("three calls have not ended", True)
+        answer = child.ask(self.file, self.text, questions(function, self.seed))
+        error = answer.get("error", "")
+        self.endless += "no end" in error
         if "loaded" not in answer:
-            raise Wrong(f"{self.file} cannot be loaded: {answer['error']}", True)
-        if answer.get("dtype", torch.float32) != torch.float32 and "default" not in self.unnamed:
-            self.unnamed.add("default")  # it costs once
-            raise Wrong(f"{self.file} changes torch's default dtype, for the whole model", True)
+            raise Wrong(f"{self.file} cannot be loaded alone: {error}", True)
         if "value" in answer:
             return answer["value"]
-        new = answer["error"].startswith("NotImplemented")
-        raise Wrong("not written yet", True) if new else Wrong(answer["error"])
+        new = error.startswith("NotImplementedError: exercise")
+        raise Wrong("not written yet", True) if new else Wrong(error)
 
     def compare(self, name, function):
         """Wrong, if the student's answers to a check are not the right ones."""
-        got, question = self.student(function), questions(function, self.seed)[0]
+        got, question = self.answers(function), questions(function, self.seed)[0]
         asked_of = [x for x in question if isinstance(x, str)][-1]  # in a question of train, too
-        changes = self.mistakes.get(asked_of, ())
-        wrong = difference(got, right(self.file, function, self.seed, changes))
-        for sentence, changes in MISTAKES.get(name, []) if wrong else []:
+        count = COUNTS.get(asked_of, "it gives {} numbers, not {}")
+
+        def wrong_with(changes):
+            return difference(got, right(self.file, function, self.seed, changes), count)
+
+        wrong = wrong_with(())
+        if not wrong or not wrong_with(self.mistakes.get(asked_of, ())):
+            return
+        for sentence, changes in MISTAKES.get(name, []):
             changes = tuple(changes.items())
-            if not difference(got, right(self.file, function, self.seed, changes)):
+            if not wrong_with(changes):
                 self.mistakes[asked_of] = changes
                 raise Wrong(sentence, True)
-        if wrong:
-            raise Wrong(f"{asked_of}: {wrong}")
+        raise Wrong(f"{asked_of}: {wrong}")
 
     def reason(self, name, sentence, function):
         """Why a check gives no points; "" if it does."""
         try:
             if AFTER.get(name) in self.unnamed:
                 raise Wrong(f"asked only where {AFTER[name]} is right", True)
-            if function is embedding:
-                embed(self, name)
-            else:
-                self.compare(name, function)
+            self.compare(name, function)
             return ""
         except Wrong as e:
             if e.args[1:]:
@@ -112,75 +104,39 @@ class HandIn:
             return f"{sentence} (what comes back cannot be compared)"
 
 
-def difference(got, expected):
-    """Why got is not what is expected, up to rounding, and nested like it; "" if it is."""
-    if isinstance(got, torch.Tensor) and isinstance(expected, list | tuple):
-        got = [*got] if isinstance(expected[0], torch.Tensor) else got  # two tables in one tensor
-    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
+def difference(got, expected, count):
+    """
+    Why got is not what is expected, up to rounding and whatever its dtype, and nested like it; ""
+    if it is. count: the sentence for two numbers of numbers.
+    """
+    if isinstance(expected, str):  # got says why it is wrong
+        return got if got != expected else ""
+    if isinstance(expected, dict):  # of measured numbers
+        sure = 0.03 * max(expected.values())
+        wrong = [name for name, x in expected.items() if not abs(got[name] - x) < sure]
+        return "; ".join(f"the {x} is {got[x]:.3g}, not {expected[x]:.3g}" for x in wrong)
+    if isinstance(expected, list):
+        got = [*got]  # two tables may be one tensor
         if len(got) != len(expected):
             return f"it gives {len(got)} values, not {len(expected)}"
         pairs = zip(got, expected, strict=True)
-        return next((wrong for x, y in pairs if (wrong := difference(x, y))), "")
-    if isinstance(got, str) and isinstance(expected, str):
-        return got
-    if not all(isinstance(x, int | float | torch.Tensor) for x in (got, expected)):
-        return f"it gives {type(got).__name__} {str(got)[:40]}"
-    dtypes = [str(getattr(x, "dtype", type(x))) for x in (got, expected)]
-    got, expected = torch.as_tensor(got), torch.as_tensor(expected)
+        return next((wrong for x, y in pairs if (wrong := difference(x, y, count))), "")
+    if isinstance(got, list):
+        return f"it gives {len(got)} values, not a tensor"
     if got.shape != expected.shape:
+        if got.dim() == expected.dim() == 1:
+            return count.format(len(got), len(expected))
         return f"the shape is {tuple(got.shape)}, not {tuple(expected.shape)}"
-    off = (got.double() - expected.double()).abs()
-    if not (off <= (0.03 if expected.dtype == torch.bfloat16 else 1e-3)).all():  # nan is not
-        return f"values are off by up to {off.max():.3g}"
-    wrong_dtype = "torch.float64" in dtypes and dtypes[0] != dtypes[1]
-    return f"the dtype is {dtypes[0]}, not {dtypes[1]}" if wrong_dtype else ""
-
-
-# --- sheet 6
-
-
-def embedding():
-    """What is asked of MyEmbedding: T is head_dim, so that attend can show its weights."""
-    shape = dict(head_dim=64, n_head=4, train_len=40)
-    return [("embed", "MyEmbedding", shape, torch.randn(3, 2, 4, 64, 64))]
-
-
-@cache
-def project_logits(seed):
-    """{an embedding of the project, in words: its logits}."""
-    kind, _, shape, qkv = questions(embedding, seed)[0]
-    orders = {
-        "": qkv,
-        ", turned the other way": qkv.roll(32, -1),  # x2 + i x1
-        ", with neighbours as pairs": qkv.unflatten(-1, (-1, 2)).mT.flatten(-2),
-    }
-    names = [(name, order) for order in orders for name in baselines.POSITION_EMBEDDINGS]
-    text = b"from baselines import *\nglobals().update(POSITION_EMBEDDINGS)\n"
-    embeds = [(kind, name, shape, orders[order]) for name, order in names]
-    answers = child.ask("mine.py", text, embeds)["value"]
-    return {"".join(name): a["logits"] for name, a in zip(names, answers, strict=True)}
-
-
-def embed(hand_in, part):
-    """This part of MyEmbedding must be an embedding's, and of none that the project has."""
-    try:
-        mine = hand_in.student(embedding)[0]
-    except Wrong as e:
-        raise Wrong(str(e.args[0]), True) from None  # it says nothing of this part
-    theirs = project_logits(hand_in.seed)
-    nope = theirs["nope"]
-    keywords = "".join(f", {name} = {value}" for name, value in mine["keywords"].items())
-    pairs = {mine["base"] + keywords: (mine["logits"], mine.get("base logits", nope))}
-    pairs |= {name: (mine["logits"], logits) for name, logits in theirs.items()}
-    for name in ("alibi", "kerple", "fire"):  # what they add to the logits
-        pairs[f"the bias of {name}"] = mine["logits"] - nope, theirs[name] - nope
-    for name, (x, y) in pairs.items():
-        factor = (x * y).sum() / y.square().sum()  # the same before and after a step of training
-        if (x - factor * y).abs().max() < 1e-3:
-            times = "" if abs(factor - 1) < 1e-3 else f", times {factor:.3g}"
-            raise Wrong(f"It attends as {name}{times}: not your own yet.", True)
-    if wrong := difference(*mine[part]):
-        raise Wrong(wrong)
+    bf16 = expected.dtype == torch.bfloat16
+    if bf16 and got.dtype != expected.dtype:
+        return f"the dtype is {got.dtype}, not that of v"
+    got, expected = got.double(), expected.double()
+    off = (got - expected).abs()
+    if (off <= (0.03 if bf16 else 1e-3)).all():  # nan is not
+        return ""
+    at = torch.unravel_index(off.nan_to_num(torch.inf).argmax(), off.shape)
+    at_index = f"at {[*map(int, at)]} " * bool(at)
+    return f"{at_index}it gives {got[at]:.5g}, not {expected[at]:.5g}"
 
 
 # --- what is asked
@@ -199,21 +155,28 @@ def freqs(n):
     return 3 * 10 ** (-3 * torch.rand(n))
 
 
-def alibi():
-    """The fields of an ALiBi of 4 heads. Powers of two: bf16 holds them exactly."""
-    slopes = 0.5 ** torch.tensor(integers(1, 8, n=4)).float()
-    return dict(head_dim=8, n_head=4, train_len=40, theta=10000.0, window=None, slopes=slopes)
+def alibi(n_head=4):
+    """The fields of an ALiBi. Slopes are powers of two: bf16 holds them exactly."""
+    slopes = 0.5 ** torch.tensor(integers(1, 8, n=n_head)).float()
+    return dict(head_dim=8, n_head=n_head, train_len=40, theta=1e4, window=None, slopes=slopes)
 
 
-def series(n_pairs, sin_pad, T):
-    """fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
+def series(columns, n_pairs, sin_pad, T):
+    """These columns of fourier_tables for 3 heads, 6 frequencies, 5 pairs that turn."""
     angles = torch.arange(T)[:, None] * freqs(6)
-    return "fourier_tables", angles.cos(), angles.sin(), *randn(2, 3, 6, 5), n_pairs, sin_pad
+    args = angles.cos(), angles.sin(), *randn(2, 3, 6, 5), n_pairs, sin_pad
+    return "columns", *columns, "fourier_tables", *args
 
 
 def accuracy(*keys, wrong=0.1, trials=24, training=False, learns=False):
     """task_accuracy of a model that takes a share of the tokens for others."""
     return "task_accuracy", keys, wrong, trials, integers(1, 10**6)[0], training, learns
+
+
+def embedding(part):
+    """What is asked of MyEmbedding."""
+    shape = dict(head_dim=64, n_head=4, train_len=40)
+    return lambda: [("embedding", part, "MyEmbedding", shape, randn(3, 2, 4, 64, 64))]
 
 
 CHECKS = [
@@ -237,9 +200,9 @@ CHECKS = [
     (2, 3, "attention", "attend() is the softmax of these scores over keys j <= i, times v.",
      lambda: [("ALiBi.attend", alibi(), *randn(3, 2, 4, T, 8)) for T in (1, 39, 300)]),
     (2, 2, "memory", "With 8192 tokens a T x T matrix has 256 MB a head: do without.",
-     lambda: [("lean", "ALiBi.attend", alibi(), *randn(3, 1, 4, 8192, 8))]),
+     lambda: [("ALiBi.attend", alibi(2), *randn(3, 1, 2, 4096, 8))]),
     (2, 1, "bf16", "Rounded: bf16 holds j only up to 256, two columns hold more.",
-     lambda: [("ALiBi.attend", alibi(), *randn(3, 1, 4, 2048, 8).bfloat16())]),
+     lambda: [("ALiBi.attend", alibi(), *randn(3, 1, 4, 1024, 8).bfloat16())]),
     (2, 1, "in training", "A training cannot use it.",
      lambda: [("train", 3, "ALiBi.attend", alibi(), *randn(3, 1, 4, 60, 8))]),
     (3, 4, "floor", "Keep what makes at least one turn in train_len tokens, and nothing else.",
@@ -248,14 +211,14 @@ CHECKS = [
     (3, 2, "order", "The frequencies stay in the order in which they come.",
      lambda: [("above_floor", freqs(20), 300)]),
     (3, 3, "exactly", "What makes exactly one turn in train_len tokens stays.",
-     lambda: [("above_floor", torch.tensor([3.0, 2 * math.pi / 2**n, 1e-4]), 2**n)
-              for n in integers(5, 12)]),
+     lambda: [("above_floor", torch.tensor([3.0, turn, 0.99 * turn]), 2**n)
+              for n in integers(5, 12) for turn in [2 * torch.pi / 2**n]]),
     (3, 1, "argument", "The frequencies that are given must stay as they are.",
      lambda: [("train", 0, "above_floor", freqs(20), 300)]),
     (4, 3, "sums", "cos_table[h, t, k] is the sum over d of cos(t w_d) cos_coef[h, d, k].",
-     lambda: [series(5, 0.0, T) for T in (1, 40, 200)]),
+     lambda: [series((0, 5), 5, 0.0, T) for T in (1, 40, 200)]),
     (4, 2, "stopped pairs", "The stopped pairs come last: cosine 1, sine sin_pad.",
-     lambda: [series(n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
+     lambda: [series((5, None), n, pad, 30) for n, pad in ((8, 1.0), (6, 0.0), (9, 0.5))]),
     (4, 1, "identity", "Where there are as many series as frequencies, weight 1 is at d = k.",
      lambda: [("FoPE.identity", fields, n, n) for fields in (PAPER, RELEASED)
                   for n in integers(6, 16, n=2)]),
@@ -271,12 +234,14 @@ CHECKS = [
      lambda: [accuracy("distance") for _ in range(2)]),
     (5, 2, "answer_nll", "The mean over trials of an answer's mean cross-entropy per token.",
      lambda: [accuracy("answer_nll")]),
-    (5, 2, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
+    (5, 1, "knows or not", "A model that always knows the key scores 1, one that never does 0.",
      lambda: [accuracy("accuracy", "token_accuracy", "trials", wrong=x) for x in (0.0, 1.0)]),
     (5, 1, "right", "A trial is right if its whole answer is. Answers differ in length.",
      lambda: [accuracy("right", "token_accuracy", trials=40) for _ in range(2)]),
     (5, 1, "share_right", "Of each trial the share of its answer tokens that is right.",
      lambda: [accuracy("share_right")]),
+    (5, 1, "json", "Lists and numbers must be Python's own: json holds no arrays or tensors.",
+     lambda: [accuracy("json")]),
     (5, 1, "eval mode", "The model must answer in eval mode, whatever mode it was in.",
      lambda: [accuracy("accuracy", "token_accuracy", wrong=0.0, training=True)]),
     (5, 1, "no trace", "The model's mode and torch's random state must be left as they were.",
@@ -284,17 +249,21 @@ CHECKS = [
     (5, 1, "gradients", "A model's logits need gradients: numpy() refuses them without no_grad.",
      lambda: [accuracy("trials", learns=True)]),
     (6, 4, "fused", "attend() must be the softmax of scores() times v: one formula, twice.",
-     embedding),
-    (6, 2, "causal", "A token may not change what is attended before it.", embedding),
-    (6, 1, "position", "The order of the tokens before the last must matter to it.", embedding),
+     embedding("fused")),
+    (6, 2, "causal", "A token may not change what is attended before it.", embedding("causal")),
+    (6, 1, "position", "The order of the tokens before the last must matter to it.",
+     embedding("position")),
     (6, 1, "saved", "A loaded model must be the saved one: is something random no buffer?",
-     embedding),
-    (6, 1, "device", "It must run where q is.", embedding),
-    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.", embedding),
+     embedding("saved")),
+    (6, 1, "device", "It must run where q is.", embedding("device")),
+    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.",
+     embedding("learns")),
 ]  # fmt: skip
 
 # asked only where another check is right, or wrong by a mistake that has a name
 AFTER = {"memory": "attention", "bf16": "attention"}
+
+COUNTS = {"above_floor": "you keep {} frequencies, {} complete a turn"}
 
 # usual mistakes at a check: what a student is told, and what makes it of the right file
 MISTAKES = {
@@ -318,6 +287,7 @@ MISTAKES = {
          {"1) * (t": "1) / math.sqrt(self.head_dim) * (t"}),
     ],
     "attention": [
+        ("q.k is not divided by sqrt(head_dim).", {"(q / math.sqrt(self.head_dim)": "(q"}),
         ("The bias has the other sign.", {"= self.slopes.to(": "= -self.slopes.to("}),
         ("A query sees the keys that come after it.", {"v, is_causal=True, scale": "v, scale"}),
         # columns that are added change the kernel's own scale
@@ -328,17 +298,27 @@ MISTAKES = {
           for width in (8, 16, 11, 10, 9)],
     ],
     "floor": [
+        ("2 pi is forgotten: a whole turn has 2 pi radians.", {"2 * math.pi / t": "1 / t"}),
+        ("It is a mask, True and False: return the frequencies that are kept.",
+         {"freqs[freqs >= 2 * math.pi / train_len]": "freqs >= 2 * math.pi / train_len"}),
         ("The others are set to zero: return the kept ones, a shorter tensor.",
          {"freqs[freqs >= 2 * math.pi / train_len]": "freqs * (freqs >= 2 * math.pi / train_len)"}),
         ("Half a turn is asked for, not a whole one.", {"freqs >= 2 * math": "freqs >= math"}),
         ("The floor is that of 512 tokens, not of train_len.", {"pi / train_len": "pi / 512"}),
     ],
-    "noise, paper": [("The std is sigma squared.", {"std=self.sigma": "std=self.sigma**2"})],
+    "sums": [
+        ("Sine and cosine are swapped: cosine is first.", {"return cos, sin": "return sin, cos"}),
+        ("The sines have the coefficients of the cosines.", {"@ sin_coef": "@ cos_coef"}),
+        ("The cosines have the coefficients of the sines.", {"@ cos_coef": "@ sin_coef"}),
+    ],
+    "noise, paper": [
+        ("The std is sigma squared.", {"std=self.sigma": "std=self.sigma**2"}),
+        ("All heads share their noise: each has its own.",
+         {"torch.empty(self.n_head, D, K)": "torch.empty(D, K)"}),
+    ],
     "noise, released": [("The std is xavier's of two dimensions, not of three.",
                          {"xavier_normal_(noise, gain=self.sigma)":
                           "normal_(noise, std=self.sigma * math.sqrt(2 / (D + K)))"})],
-    "trials": [("The generator is not that of the seed and the length.",
-                {"rng((seed, length))": "rng(seed)"})],
     "answer_nll": [
         ("Logits are one position late: those at t are for the token at t + 1.",
          {"model(tokens[:, :-1], ": "model(tokens, "}),

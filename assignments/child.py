@@ -1,27 +1,45 @@
 """
-Imports a student's file and calls its functions, in a process of its own, with limits of time and
-memory, which saves what comes back. It knows no right answer and gives no points.
+Imports a student's file and calls its functions, in a process of its own with a limit of time, and
+saves what comes back. It knows no right answer and gives no points.
 """
 
 import importlib
+import json
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._dynamo  # torch imports it when it is first used, which takes 3 seconds: once, here
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# where a student's file finds the project: a starter has the right files in answers.zip
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(next(HERE.glob("answers.zip"), HERE.parent)))
+
 SECONDS = 20  # of CPU time, for the questions of one check
-MEMORY = 2**30  # bytes that a student's code may take beyond what torch has taken
+NUMBERS = 4096**2  # that no tensor may hold: right answers need a quarter at most
+
+
+class NoMatrix(TorchDispatchMode):
+    """Within it no tensor may hold NUMBERS numbers, however much memory the machine has."""
+
+    supports_higher_order_operators = True  # torch's flex_attention is one
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        value = function(*args, **(kwargs or {}))
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if dense and value.untyped_storage().nbytes() >= NUMBERS * value.itemsize:
+            raise MemoryError(f"a tensor holds {NUMBERS:,} numbers or more")
+        return value
 
 
 # --- what is asked
@@ -40,8 +58,17 @@ def call(module, name, *args):
         module = kind.__new__(kind)
         nn.Module.__init__(module)
         module.__dict__.update(fields)
-    value = getattr(module, function)(*args)
+    value = plain(getattr(module, function)(*args))
     return value.tril() if function == "scores" else value  # above the diagonal nothing counts
+
+
+def plain(value):
+    """A tensor, or a list of tensors, as a NamedTuple, a map or a generator are, too."""
+    if isinstance(value, torch.Tensor):
+        return value.as_subclass(torch.Tensor)
+    if isinstance(value, Iterable) and not isinstance(value, str | dict | np.ndarray):
+        return [plain(x) for x in value]
+    raise TypeError(f"it gives {value!r:.60}, not a tensor")
 
 
 def on_the_cpu(function, *args):
@@ -76,65 +103,58 @@ def train(module, n, name, *args):
     return on_the_cpu(call, module, name, *args)
 
 
-def lean(module, name, *args):
-    """call, but it may not make a T x T matrix, even of a single head."""
-    size = args[-1].size(-2) ** 2
-
-    class NoMatrix(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            value = function(*args, **(kwargs or {}))
-            numbers = value.untyped_storage() if isinstance(value, torch.Tensor) else ()
-            if len(numbers) >= size * getattr(value, "itemsize", 1):
-                raise MemoryError(f"a tensor holds {size:,} numbers or more")
-            return value
-
-    with NoMatrix():
-        return call(module, name, *args)
+def columns(module, first, last, name, *args):
+    """call, but of its tables only these columns count."""
+    return [table[..., first:last] for table in call(module, name, *args)]
 
 
 def rounding(module, name, x, *args):
-    """Whether a function gives bf16 for bf16, and rounds the fp32 result once."""
+    """Whether a function gives bf16 for bf16, and rounds the fp32 result once: why not, or ""."""
     x = x.bfloat16()
     y, exact = call(module, name, x, *args), call(module, name, x.float(), *args)
-    return y.dtype == x.dtype and bool((y == exact.to(x.dtype)).double().mean() > 0.97)
+    if y.dtype != x.dtype:
+        return f"the dtype is {y.dtype} where x has {x.dtype}"
+    return "" if (y == exact.to(x.dtype)).double().mean() > 0.97 else "it computes in bf16"
 
 
 def statistics(module, name, *args):
-    """What random numbers have in common; sizes as logarithms. Sure up to 0.03, so all / 30."""
-    first, second = (call(module, name, *args) for _ in range(2))
-    x = torch.stack((first, second)).double()
-    std, size = x.std(), x.abs().mean()
-    numbers = x.mean() / std, std.log(), (size / std).log()
-    return [torch.zeros_like(first), *(number / 30 for number in numbers)]
+    """What random numbers have in common. Sure up to 3 % of the largest of these numbers."""
+    x = torch.stack([call(module, name, *args) for _ in range(16)]).double()
+    numbers = {"mean": x.mean(), "standard deviation": x.std(), "mean size": x.abs().mean()}
+    return [torch.zeros(x.shape[1:]), {name: number.item() for name, number in numbers.items()}]
 
 
 def seeded(module, name, *args):
-    """Whether random numbers are new at each call, and the same after the same seed."""
+    """Whether random numbers are new at each call, and the same after the same seed, in words."""
     torch.manual_seed(0)
     first, second = (call(module, name, *args) for _ in range(2))
+    if torch.equal(first, second):
+        return "two calls give the same numbers"
     torch.manual_seed(0)
-    return [torch.equal(first, second), torch.equal(first, call(module, name, *args))]
+    again = torch.equal(first, call(module, name, *args))
+    return "" if again else "after the same torch.manual_seed come other numbers"
 
 
 def task_accuracy(module, keys, wrong, trials, seed, training, learns):
     """
-    Of its result these keys, and whether it left the model's mode and torch's state alone. The
-    model knows what comes next in the trials; after a share of the tokens it says another one; in
-    training mode, as by dropout, nonsense. One that learns has logits that need gradients.
+    Of its result these keys; and, in words, whether it left the model's mode and torch's state
+    alone, and whether json takes the result. The model knows what comes next in the trials; after a
+    share of the tokens it says another one; in training mode, as by dropout, nonsense. One that
+    learns has logits that need gradients. Of a trial rng decides the distance alone, so that
+    another rng costs nothing in other keys.
     """
-    texts = []
+    texts, own = {}, np.random.default_rng(seed)  # {first tokens: all}
 
     class Task:
         def sample(self, length, rng):
-            tokens = rng.integers(0, 300, length)
-            texts.append(torch.from_numpy(tokens))
-            return tokens, int(rng.integers(1, 6)), int(rng.integers(length))
+            tokens = own.integers(300, size=length)
+            texts[(*tokens[:8],)] = torch.from_numpy(tokens)
+            return tokens, int(own.integers(1, 6)), int(rng.integers(length))
 
     class Model(nn.Module):
         def forward(self, idx, targets=None, *, positions=slice(None)):
-            T = idx.size(1)
-            found = [next(t for t in texts if torch.equal(t[:T], row)) for row in idx]
-            guess = F.pad(torch.stack(found), (0, 1))[:, 1 : T + 1]
+            found = torch.stack([texts[(*row,)] for row in idx[:, :8].tolist()])
+            guess = F.pad(found, (0, 1))[:, 1 : idx.size(1) + 1]
             guess = guess + (idx * 37 % 100 < 100 * wrong).long()
             logits = torch.sin((idx[..., None] + 1.0) * torch.arange(320))
             logits += 4 * F.one_hot(guess, 320)
@@ -143,82 +163,64 @@ def task_accuracy(module, keys, wrong, trials, seed, training, learns):
 
     model, state = Model().train(training), torch.get_rng_state()
     model.weight = nn.Parameter(torch.zeros(1), requires_grad=learns)
-    result = module.task_accuracy(model, Task(), 40, trials, seed)
-    result["mode"] = model.training == training
-    result["random"] = torch.equal(torch.get_rng_state(), state)
+    result = dict(module.task_accuracy(model, Task(), 40, trials, seed))
+    result["mode"] = "the model is left in another mode" * (model.training != training)
+    same_state = torch.equal(torch.get_rng_state(), state)
+    result["random"] = "torch's random state has changed" * (not same_state)
+    if "json" in keys:
+        json.dumps(result)  # its error says what json cannot hold
+        result["json"] = ""
     if "share_right" in keys:  # in sixtieths: it may be rounded to two digits, or not
-        result["share_right"] = [round(60 * share) for share in result["share_right"]]
-    return [result[key] for key in keys]
+        result["share_right"] = (60 * torch.as_tensor(result["share_right"])).round()
+    return [x if isinstance(x := result[key], str) else torch.as_tensor(x) for key in keys]
 
 
-@torch.no_grad()
-def logits(pos, q, k):
-    """
-    The logits that attend goes by, less each row's own on the diagonal: at the start, and after a
-    step of training, which moves all parameters. For an identity attend gives softmax's weights.
-    """
-    values, steps = torch.eye(q.size(-2)).expand_as(q), []
-    for _ in range(2):
-        log = pos.attend(*pos.rotate(q, k), values).clamp(min=1e-30).log()
-        steps.append((log - log.diagonal(dim1=-2, dim2=-1)[..., None]).tril())
-        torch.manual_seed(1)
-        moved = {name: p + 0.1 * torch.randn_like(p) for name, p in pos.named_parameters()}
-        pos.load_state_dict(pos.state_dict() | moved)
-    return torch.stack(steps)
+def embedding(module, part, name, shape, qkv):
+    """Why an embedding is wrong in this part of what is asked, in words, or ""."""
 
+    def make():
+        pos = getattr(module, name)(**shape).eval()
+        for p in pos.parameters():  # as a training does: a bias may start at 0
+            p.data += 0.1 * torch.rand_like(p)
+        return pos
 
-def embed(module, name, shape, qkv):
-    """
-    Pairs of what must be equal in an embedding; its logits; and those of the class that it is built
-    on, with the same numbers and names as keywords.
-    """
-
-    def attend(pos, qkv):
+    def attend(pos, qkv, seed=0):
+        torch.manual_seed(seed)  # what is drawn at each call costs once, in the part "saved"
         q, k, v = qkv.clone()
         return pos.attend(*pos.rotate(q, k), v)
 
-    def make(kind, **keywords):
-        torch.manual_seed(0)  # one that draws is known by what it draws
-        return kind(**keywords)
-
-    kind, given = getattr(module, name), {}
-    base = next((c for c in kind.__mro__ if c.__module__ in ("fope", "baselines")), nn.Module)
-    init = base.__init__
-    base.__init__ = lambda self, **keywords: given.update(keywords) or init(self, **keywords)
-    pos, loaded = make(kind, **shape), kind(**shape)
-    base.__init__ = init
-    attend(loaded, qkv)
-    loaded.load_state_dict(pos.state_dict())
-    y, scores, T = attend(pos, qkv), pos.scores(qkv[0], qkv[1]).tril(), qkv.size(-2)
-    later = torch.ones(T, T).triu(1).bool()
-    other_later = attend(pos, torch.cat((qkv[..., :20, :], 1 + qkv[..., 20:, :]), dim=-2))
-    trained = make(kind, **shape)  # one that starts without a bias may learn it
-    own_logits = logits(trained, *qkv[:2])
-    same_order = attend(trained, qkv)
-    other_order = attend(trained, torch.cat((qkv[..., :-1, :].flip(-2), qkv[..., -1:, :]), -2))
-    no_order = torch.allclose(other_order[..., -1, :], same_order[..., -1, :], atol=1e-3)
-    if same_order.requires_grad:
-        same_order.square().sum().backward()
-    grads = {name: p.grad for name, p in trained.named_parameters()}
-    cut_off = [name for name, grad in grads.items() if grad is None or not grad.abs().sum() > 0]
-    plain = {k: v for k, v in given.items() if v is None or isinstance(v, int | float | str)}
-    answer = {
-        "fused": [y, scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ qkv[2]],
-        "causal": [other_later[..., :20, :], y[..., :20, :]],
-        "position": ["turned round, they give the same" if no_order else "", ""],
-        "saved": [attend(loaded, qkv), y],
-        "learns": [f"{', '.join(cut_off)}: no gradient" if cut_off else "", ""],
-        "device": [on_the_cpu(attend, trained, qkv), ""],
-        "logits": own_logits,
-        "keywords": {k: v for k, v in plain.items() if k not in shape or v != shape[k]},
-        "base": base.__name__,
-    }
-    with suppress(NotImplementedError, AttributeError):  # a class without a bias, or not ours
-        answer["base logits"] = logits(make(base, **plain), *qkv[:2])
-    return answer
+    attend(make(), qkv)  # an error here costs each part
+    pos = make()
+    if part == "device":
+        return on_the_cpu(attend, pos, qkv) or on_the_cpu(attend, make().train(), qkv)
+    if part == "learns":
+        y = torch.stack([attend(pos.train(), qkv, seed) for seed in range(8)])  # some may drop it
+        if y.requires_grad:
+            y.square().sum().backward()
+        unmoved = [name for name, p in pos.named_parameters() if p.grad is None or not p.grad.any()]
+        return f"{', '.join(unmoved)}: no gradient" if unmoved else ""
+    y, T = attend(pos, qkv), qkv.size(-2)
+    if part == "fused":
+        torch.manual_seed(0)
+        later = torch.ones(T, T).triu(1).bool()
+        scores = pos.scores(*qkv[:2].clone()).masked_fill(later, -torch.inf)
+        other = scores.softmax(dim=-1) @ qkv[2]
+    elif part == "causal":
+        other = attend(pos, torch.cat((qkv[..., :20, :], 1 + qkv[..., 20:, :]), dim=-2))
+        y, other = y[..., :20, :], other[..., :20, :]
+    elif part == "position":
+        other = attend(pos, torch.cat((qkv[..., :-1, :].flip(-2), qkv[..., -1:, :]), dim=-2))
+        alike = torch.allclose(y[..., -1, :], other[..., -1, :], atol=1e-3)
+        return "turned round, they give the same" if alike else ""
+    elif part == "saved":
+        loaded = make()
+        loaded.load_state_dict(pos.state_dict())
+        other = attend(loaded, qkv, seed=1)
+    off = (y - other).abs().max()
+    return "" if off < 1e-3 else f"they differ by up to {off:.3g}"
 
 
-SPECIAL = (train, lean, rounding, statistics, seeded, task_accuracy, embed)
+SPECIAL = [train, columns, rounding, statistics, seeded, task_accuracy, embedding]
 SPECIAL = {function.__name__: function for function in SPECIAL}
 
 # --- its process
@@ -236,22 +238,20 @@ def leave(file, questions, answer):
     os.setsid()  # Ctrl-C ends the grading, and no student's answer is wrong by it
     for stream in (0, 1, 2):  # a student's file may print
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-    if os.path.exists("/proc/self/statm"):  # Linux: other systems do not keep to this limit
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
     # both end this process, wherever it is; on a busy machine a right answer may wait long
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     signal.alarm(10 * SECONDS)
     torch.seed()
+    os.chdir(file.parent)  # of the student's files this one alone is there, as in the grading
     sys.path.insert(0, str(file.parent))
     sys.modules.pop(file.stem, None)  # the right file, where checks.py has imported it
     sys.dont_write_bytecode = True
     result = {}
     try:
-        module = importlib.import_module(file.stem)
-        result |= {"loaded": True, "dtype": torch.get_default_dtype()}
-        torch.set_default_dtype(torch.float32)
-        result["value"] = [call(module, *question) for question in questions]
+        with NoMatrix():
+            module = importlib.import_module(file.stem)
+            result["loaded"] = True
+            result["value"] = [call(module, *question) for question in questions]
     except BaseException as e:  # whatever a student's code raises, SystemExit as well
         result["error"] = describe(e, file)
     torch.save(result, answer)
@@ -261,19 +261,22 @@ def leave(file, questions, answer):
 def ask(file, text, questions):
     """
     What a file of this name and text, bytes, answers to each of the questions (name, *args):
-    {"value": a list} or {"error": a sentence}, "loaded" if it could be imported, and the default
-    "dtype" of torch that it has set.
+    {"value": a list} or {"error": a sentence}, and "loaded" if it could be imported.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.pt")
         Path(folder, file).write_bytes(text)
         args = Path(folder, file).resolve(), questions, answer
         process = multiprocessing.get_context("fork").Process(target=leave, args=args, daemon=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a fork may lose a Ctrl-C
         process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         process.join()
-        if process.exitcode in (-signal.SIGPROF, -signal.SIGALRM):
+        code = process.exitcode
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
             return {"error": f"no end within {SECONDS} seconds", "loaded": True}
         try:
             return torch.load(answer, weights_only=False)  # it has run already: no less safe
-        except Exception:  # whatever a half of a file makes torch raise
-            return {"error": "nothing readable comes back: too much memory?", "loaded": True}
+        except Exception:  # there is no file, or a half
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            return {"error": f"its process ended before it answered: {how}", "loaded": True}

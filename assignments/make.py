@@ -69,11 +69,11 @@ def main(argv=None):
         shutil.copy(path, file)
     shutil.copy(ROOT / "assignments" / "mine.py", args.folder)
     with zipfile.ZipFile(args.folder / "assignments" / "answers.zip", "w") as archive:
-        for file in sorted({*FILES.values()}):
-            text = (args.folder / file).read_text(encoding="utf-8")
-            archive.writestr(file, text)
-            text = without_solutions(text, file, args.given)
-            (args.folder / file).write_text(text, encoding="utf-8")
+        for path in args.folder.glob("*.py"):
+            archive.write(path, path.name)
+    for file in {*FILES.values()}:
+        text = without_solutions((args.folder / file).read_text("utf-8"), file, args.given)
+        (args.folder / file).write_text(text, encoding="utf-8")
     readme = (ROOT / "assignments" / "starter.md").read_text(encoding="utf-8")
     for sheet in args.given:
         readme = readme.replace(f"| [{sheet}.", f"| solved already: [{sheet}.")
