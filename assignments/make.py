@@ -26,7 +26,7 @@ TO_WRITE = {
 }
 HIDDEN = {2: ["ALiBi.with_bias"], 3: ["EXAMPLE"]}  # what else would show a solution
 HANDED_OUT = ["*.py", "LICENSE", "requirements.txt", "runs/setup.sh", "runs/demo.sh"]
-HANDED_OUT += ["paper/*.py", "paper/requirements.txt", "results/mechanism/*e*.png"]
+HANDED_OUT += ["results/mechanism/*e*.png"]
 HANDED_OUT += ["assignments/[1-7].md", "assignments/[cg]*.py"]  # checks, child, grade
 
 
