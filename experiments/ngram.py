@@ -1,7 +1,7 @@
 """
 What counting letters gives: an n-gram that has counted the windows on which a model was trained.
 
-    python experiments/ngram.py runs_out/demo/data/bytes --seeds 3        two minutes
+    python experiments/ngram.py runs_out/tiny/data/bytes --seeds 3        two minutes
 
 It is interpolated by Witten and Bell's rule. If N tokens of R kinds were seen after a context, and
 a next token n times, its probability is (n + R p) / (N + R), where p is its probability after the

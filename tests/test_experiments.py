@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import attention_row
 import decay
+import ngram
 import page
 import qk_activation
 import relative
@@ -142,6 +143,20 @@ def test_random_weights_add_their_variance_to_the_expected_squared_error():
 
 
 # --- with a checkpoint
+
+
+def test_an_ngram_counts_and_interpolates_by_hand():
+    model = ngram.NGram(["aab"], context=1, vocab_size=3)
+    # before any letter: two of three are a, one is b, and two kinds were seen
+    first = [(2 + 2 / 3) / 5, (1 + 2 / 3) / 5, (0 + 2 / 3) / 5]
+    assert [model.probability(letter) for letter in "abc"] == pytest.approx(first)
+    # after an a came an a and a b; after a b and a c nothing
+    after_a = [(1 + 2 * first[0]) / 4, (1 + 2 * first[1]) / 4, (0 + 2 * first[2]) / 4]
+    assert [model.probability("a" + letter) for letter in "abc"] == pytest.approx(after_a)
+    assert [model.probability("b" + letter) for letter in "abc"] == pytest.approx(first)
+    idx, targets = torch.tensor([[97, 97]]), torch.tensor([[97, 98]])
+    losses = model(idx, targets, reduction="none")
+    assert losses.tolist()[0] == pytest.approx([-math.log(p) for p in after_a[:2]])
 
 
 def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
