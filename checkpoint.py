@@ -9,7 +9,7 @@ recipe, the commit, the machine and the data. A copy of the tokenizer lies besid
 import json
 import signal
 import zipfile
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -62,9 +62,12 @@ def load_checkpoint(folder, device="cpu"):
 
 def own_files(config):
     """{"own_files": {name: checksum}} of the files that an embedding or task mine.Class is in."""
-    classes = [name for name in (config.pos, getattr(config, "task", "")) if "." in name]
-    files = [import_module(name.rpartition(".")[0]).__file__ for name in classes]
-    return {"own_files": {Path(f).name: file_sha256(f)[:16] for f in files}} if files else {}
+    files = {}
+    for name in (config.pos, getattr(config, "task", "")):
+        with suppress(ModuleNotFoundError):  # a text can be read without the task
+            module, _, _ = name.rpartition(".")
+            files |= {module: file_sha256(import_module(module).__file__)[:16]} if module else {}
+    return {"own_files": files} if files else {}
 
 
 def note_what_was_read(folder, trained, about, state, data, recipe):

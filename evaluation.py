@@ -78,7 +78,10 @@ def load_for_evaluation(args, **fields):
 
 @torch.no_grad()
 def check_effect(old, new, length):
-    """Refuse a changed embedding that attends as before: one of one's own may ignore a keyword."""
+    """
+    Refuse a changed embedding that attends as before, since one of one's own may ignore a keyword:
+    what is read would have the name of a change and the number of none.
+    """
     config, generator = new.config, torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, config.n_head, length, config.head_dim, generator=generator)
     try:

@@ -61,32 +61,38 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(data_folder, checkpoint, t
 
 
 def run_command(*command):
-    command = [sys.executable, *map(str, command)]
+    """(exit code, stdout, stderr) of a command in this checkout."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
+    command = [sys.executable, *map(str, command)]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    return run.returncode, run.stdout, run.stderr
+
+
+def torchrun(*command):
+    """Two processes on this machine's CPU."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return run_command(*launch, *command)
 
 
 @pytest.mark.slow
 def test_two_processes_train_and_evaluate_as_one(data_folder, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     flags = ["--train_len=256", "--task=passkey", "--task_share=0.5", "--grad_accum=4"]
     flags += ["--log_every=1", "--tokens=10240"]
     one, two = run_training(data_folder, tmp_path / "one", *flags), tmp_path / "two"
     argv = ["--data", data_folder, "--out", two, *TRAIN_FLAGS, *flags, "--device=cpu"]
-    stdout = run_command(*torchrun, "train.py", *argv).stdout
+    code, stdout, stderr = torchrun("train.py", *argv)
+    assert code == 0, stderr
     assert stdout.count("step 10 of 10 is saved") == 1 and "on 2 x cpu" in stdout
     for key in ("loss", "val_loss", "grad_norm"):
         ours, expected = ([line[key] for line in log(run)] for run in (two, one))
         assert ours == pytest.approx(expected, abs=1e-5 if "loss" in key else 1e-3)
-    for script, more in (
-        ("eval_perplexity.py", "max_tokens=3000"),
-        ("eval_passkey.py", "trials=9"),
-    ):
+    for script, more in (("perplexity", "max_tokens=3000"), ("passkey", "trials=9")):
         results = []
-        for launch in (torchrun, []):
+        for launch in (torchrun, run_command):
             out = tmp_path / f"{script}{len(results)}.json"
             argv = [one, "--lengths=256,512", f"--{more}", "--device=cpu", "--out", out]
-            run_command(*launch, script, *argv)
+            code, _, stderr = launch(f"eval_{script}.py", *argv)
+            assert code == 0, stderr
             results.append(json.loads(out.read_text()))
         assert results[0]["hardware"].startswith("2 x ")
         for length, expected in results[1]["lengths"].items():
