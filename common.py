@@ -114,7 +114,10 @@ def make_folder(path):
 
 @contextmanager
 def lock(folder):
-    """Within it no other process writes to a folder. Refused where another one has the lock."""
+    """
+    Within it no other process writes to a folder. Refused where another one has the lock. An empty
+    folder is not left behind.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -126,6 +129,8 @@ def lock(folder):
         yield
     finally:
         os.close(fd)
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def write_atomically(path, write):

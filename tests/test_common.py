@@ -158,6 +158,7 @@ def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
 
 def test_the_lock_blames_others_for_nothing(tmp_path, monkeypatch):
     """Neither for an error of what runs within it, nor where a disk has no locks."""
+    (tmp_path / "file").touch()
     with pytest.raises(BlockingIOError), common.lock(tmp_path):
         raise BlockingIOError
 
@@ -168,7 +169,11 @@ def test_the_lock_blames_others_for_nothing(tmp_path, monkeypatch):
         refuses(lambda _: common.lock(tmp_path).__enter__(), [], str(tmp_path))
     monkeypatch.setattr(common.fcntl, "flock", no_locks)
     with common.lock(tmp_path):
-        assert not list(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+    (tmp_path / "file").unlink()
+    with common.lock(tmp_path):
+        assert tmp_path.exists()
+    assert not tmp_path.exists()
 
 
 # --- provenance

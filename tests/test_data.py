@@ -157,7 +157,7 @@ def test_more_than_twenty_documents_with_text_are_split_whole(tmp_path):
 
 
 def test_the_tokenizer_is_trained_on_the_training_split_alone(tmp_path):
-    texts = [word * 50 + str(i) for word in ("common ", "zq ") for i in range(60)]
+    texts = [word + str(i) for word in ("common " * 50, "zq " * 500) for i in range(60)]
     texts = [text for text in texts if is_validation(text, 0.3) == ("zq" in text)]
     source = json_lines(tmp_path / "a.jsonl.gz", texts)
     flags = ["--source", source, "--tokenizer=bpe:262", "--val_frac=0.3"]
@@ -371,9 +371,9 @@ def test_what_others_have_written_stays(tmp_path, name):
     """Published shards, or a training run; nor is anything written beside another command."""
     (out := tmp_path / "out").mkdir()
     argv = ["--source", write_text(tmp_path / "text"), "--tokenizer=bpe:300", "--out", out]
+    (out / name).write_bytes(b"mine")
     with common.lock(out):
         refuses(prepare_data.main, argv, "another command is writing to")
-    (out / name).write_bytes(b"mine")
     refuses(prepare_data.main, argv, name)
     assert content(out) == {name: b"mine"}
 

@@ -189,8 +189,9 @@ def test_what_is_not_typed_of_a_scaling_is_as_it_was_trained():
 
 
 def test_a_continued_run_has_its_shape_from_its_start_and_all_else_from_the_preset():
-    trained = RECIPES["180M"].changed(pos="rope", n_layer=2, data="mine", lr=1.0, seed=3, task="x")
+    shape = dict(n_layer=2, theta=500.0, qk_norm=True, train_len=64, data="mine")
+    trained = RECIPES["180M"].changed(pos="rope", **shape, lr=1.0, seed=3, task="x")
     new = trained.continued(init_from="run", pos="fope", tokens=7)
-    changes = dict(n_layer=2, data="mine", init_from="run", tokens=7)
+    changes = shape | dict(init_from="run", tokens=7)
     assert new == RECIPES["180M"].changed(**changes, pos_args={"cap": False})
     assert new.pos_args == {"sigma": 0.4, "cap": False}

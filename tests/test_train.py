@@ -299,7 +299,7 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
 )
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
     refuses(train.main, train_argv(data_folder, tmp_path / "new", *flags), *words)
-    assert not (tmp_path / "new" / "checkpoint.pt").exists()
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
