@@ -167,6 +167,10 @@ COUNTS = ("pos", "n_layer", "n_head", "head_dim", "n_embd", "vocab_size", "qk_no
 COUNTS += ("train_len", "batch_size", "grad_accum", "compile", "task", "lengths")
 
 
+def trial_tokens(recipe):
+    return TRIAL_STEPS * recipe.batch_size * recipe.train_len
+
+
 def least_read(recipe):
     return 2 * parse_lengths(recipe.lengths, recipe.train_len)[-1] + 1
 
@@ -186,7 +190,7 @@ def measure_costs(jobs, args):
     new = {cost_file(job, args): job for job in jobs if not cost_file(job, args).exists()}
     commands = {}
     for path, job in new.items():
-        words = [*job.words, "--tokens", TRIAL_STEPS * tokens_per_step(job.recipe)]
+        words = [*job.words, "--tokens", trial_tokens(job.recipe)]
         words += ["--warmup_steps", 1, "--eval_every", TRIAL_STEPS // 10]
         words += ["--read_tokens", least_read(job.recipe), "--trials", TRIALS]
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)
@@ -199,17 +203,13 @@ def measure_costs(jobs, args):
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         rate = statistics.median(line["tokens_per_s"] for line in log[len(log) // 2 :])
         saved = (folder / "checkpoint.pt").stat().st_mtime
-        in_steps = TRIAL_STEPS * tokens_per_step(job.recipe) / rate
+        in_steps = trial_tokens(job.recipe) / rate
         cost = {"rate": rate, "start": max(1.0, saved - began[path.stem] - in_steps)}
         files = result_files(folder, job.recipe, args.evaluate)
         for kind, file in zip(args.evaluate, files, strict=True):
             cost[kind], saved = file.stat().st_mtime - saved, file.stat().st_mtime
         shutil.rmtree(folder)
         write_json(path, cost)
-
-
-def tokens_per_step(recipe):
-    return recipe.batch_size * recipe.train_len
 
 
 def seconds(jobs, args, changes=lambda recipe: {}):
@@ -233,7 +233,7 @@ def fit(jobs, args, grid, budget):
         values["trials"] = min(max(tokens // 127_000, 8), 1000)
         return {name: value for name, value in values.items() if name not in grid}
 
-    low, high = TRIAL_STEPS * max(tokens_per_step(job.recipe) for job in jobs), 10**13
+    low, high = max(trial_tokens(job.recipe) for job in jobs), 10**13
     if (least := seconds(jobs, args, partial(flags, low))) > budget:
         raise Refused(f"this takes {least / 60:.1f} minutes at the least, more than --minutes")
     while high - low > low // 100:
@@ -341,9 +341,9 @@ def main(argv=None):
 
     # how long it takes
     if args.minutes is not None and "tokens" not in grid:
-        measure_costs(left, args)
+        measure_costs(jobs, args)
         budget = 0.95 * 60 * args.minutes - (time.time() - begun)
-        flags = fit(left, args, grid, budget)
+        flags = fit(jobs, args, grid, budget)
         write_json(decided, flags)
         jobs = left = jobs_of(flags | grid, args.out)
         print(" ".join(word for name, (value,) in flags.items() for word in flag(name, value)))
