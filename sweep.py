@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import common
@@ -206,17 +205,17 @@ def measure_costs(jobs, args):
         in_steps = trial_tokens(job.recipe) / rate
         cost = {"rate": rate, "start": max(1.0, saved - began[path.stem] - in_steps)}
         files = result_files(folder, job.recipe, args.evaluate)
-        for kind, file in zip(args.evaluate, files, strict=True):
+        for kind, file in zip(args.evaluate, files, strict=True):  # one after the other
             cost[kind], saved = file.stat().st_mtime - saved, file.stat().st_mtime
         shutil.rmtree(folder)
         write_json(path, cost)
 
 
-def seconds(jobs, args, changes=lambda recipe: {}):
-    """How long jobs take, each with these changes of its recipe."""
+def seconds(jobs, args, recipes):
+    """How long jobs take, each with a recipe of other tokens, read_tokens and trials."""
     ends = [0.0] * args.at_once
-    for job in jobs:  # each begins when another one ends
-        recipe, cost = replace(job.recipe, **changes(job.recipe)), read_json(cost_file(job, args))
+    for job, recipe in zip(jobs, recipes, strict=True):  # each begins when another one ends
+        cost = read_json(cost_file(job, args))
         times = {"perplexity": recipe.read_tokens / least_read(recipe)}
         times["passkey"] = recipe.trials / TRIALS
         reading = sum(cost[kind] * times[kind] for kind in args.evaluate)
@@ -229,17 +228,20 @@ def fit(jobs, args, grid, budget):
 
     def flags(tokens, recipe):
         read = min(max(tokens // 40, least_read(recipe)), 2**22 + 1)  # a fifth of the time
-        values = {"tokens": tokens, "read_tokens": read}
-        values["trials"] = min(max(tokens // 127_000, 8), 1000)
+        trials = min(max(tokens // 127_000, 8), 1000)
+        values = {"tokens": tokens, "read_tokens": read, "trials": trials}
         return {name: value for name, value in values.items() if name not in grid}
 
+    def total(tokens):
+        recipes = [replace(job.recipe, **flags(tokens, job.recipe)) for job in jobs]
+        return seconds(jobs, args, recipes)
+
     low, high = max(trial_tokens(job.recipe) for job in jobs), 10**13
-    if (least := seconds(jobs, args, partial(flags, low))) > budget:
+    if (least := total(low)) > budget:
         raise Refused(f"this takes {least / 60:.1f} minutes at the least, more than --minutes")
     while high - low > low // 100:
         middle = (low + high) // 2
-        fits = seconds(jobs, args, partial(flags, middle)) <= budget
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if total(middle) <= budget else (low, middle)
     return {name: [[str(value)]] for name, value in flags(low, jobs[0].recipe).items()}
 
 
@@ -349,9 +351,9 @@ def main(argv=None):
         print(" ".join(word for name, (value,) in flags.items() for word in flag(name, value)))
     if any(job.recipe.n_steps > 2 * TRIAL_STEPS for job in left):
         measure_costs(left, args)
-        n_tokens = sum(job.recipe.tokens for job in left)
-        about = f"{seconds(left, args) / 60:.1f} min"
-        print(f"{len(left)} to run, {n_tokens:,} tokens, about {about}", flush=True)
+        recipes = [job.recipe for job in left]
+        n_tokens, minutes = sum(r.tokens for r in recipes), seconds(left, args, recipes) / 60
+        print(f"{len(left)} to run, {n_tokens:,} tokens, about {minutes:.1f} min", flush=True)
     if args.dry_run:
         for job in left:
             print(shlex.join(["python", *train_command(job.words, job.folder, args)]))

@@ -1,7 +1,7 @@
 """
 Where does attention go once the text is longer than in training?
 
-    python experiments/attention_row.py runs_out/tiny/text/{rope,fope_cf,fope,alibi}_s{1,2,3,4,5}
+    python experiments/attention_row.py runs_out/tiny/text/{rope,fope_sigma0,fope,alibi}_s?
 
 Each model reads held-out windows of 4 times its training length. For every 128th position, the
 last layer's attention over the distance to the key, in steps of 128 tokens: the mean over heads,
