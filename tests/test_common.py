@@ -19,20 +19,10 @@ import eval_perplexity
 import evaluation
 import prepare_data
 import train
-from common import ArgumentParser, Refused, git_commit, read_json, write_atomically, write_json
+from common import Refused, git_commit, read_json, write_atomically, write_json
 from recipe import Recipe
 
 # --- command lines
-
-
-@pytest.mark.parametrize("argv", [["--steps", "0"], ["--steps", "1.5"], ["--step", "5"]])
-def test_bad_flags_are_refused_with_a_sentence(argv):
-    def parse(argv):
-        parser = ArgumentParser("A script.")
-        parser.add_argument("--steps", type=common.positive_int)
-        parser.parse_args(argv)
-
-    refuses(parse, argv, argv[0])
 
 
 @pytest.mark.parametrize("script", [prepare_data, train, eval_perplexity, eval_passkey])

@@ -275,6 +275,7 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
     "flags, words",
     [
         (["--tokens", "0"], ["--tokens"]),
+        (["--stop_at", "0"], ["--stop_at"]),
         (["--n_layer", "1.5"], ["--n_layer"]),
         (["--lr", "nan"], ["--lr"]),
         (["--preset", "2M"], ["2M", "tiny_passkey", "1.2B"]),
