@@ -256,8 +256,7 @@ CHECKS = [
     (6, 1, "saved", "A loaded model must be the saved one: is something random no buffer?",
      embedding("saved")),
     (6, 1, "device", "It must run where q is.", embedding("device")),
-    (6, 1, "learns", "Every parameter needs a gradient, or it does not learn.",
-     embedding("learns")),
+    (6, 1, "learns", "Every parameter needs a gradient to learn.", embedding("learns")),
 ]  # fmt: skip
 
 # asked only where another check is right, or wrong by a mistake that has a name

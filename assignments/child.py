@@ -32,7 +32,8 @@ NUMBERS = 4096**2  # that no tensor may hold: right answers need a quarter at mo
 class NoMatrix(TorchDispatchMode):
     """Within it no tensor may hold NUMBERS numbers, however much memory the machine has."""
 
-    supports_higher_order_operators = True  # torch's flex_attention is one
+    supports_higher_order_operators = True  # flex_attention is one, and it compiles itself,
+    is_infra_mode = classmethod(lambda cls: True)  # which torch does within such modes alone
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         value = function(*args, **(kwargs or {}))
