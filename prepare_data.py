@@ -123,6 +123,7 @@ def read_documents(path):
 
 
 def text_of_json(content, where):
+    """The "text" of a line of JSON."""
     try:
         text = json.loads(content)["text"]
         text.encode()  # JSON can spell half a surrogate pair, which UTF-8 cannot
@@ -131,12 +132,12 @@ def text_of_json(content, where):
     return text
 
 
-# the lines of Project Gutenberg before a book, older and younger ones, and after it
+# the last line of Project Gutenberg's header, now and before 2000, and the first of its footer
 START = re.compile(
-    r"(?m)^[ *]*(?:START|BEGINNING) OF .*GUTENBERG[^*]*\*.*|^[ *]*END.*THE SMALL PRINT.*"
+    r"(?m)^ *\*+ ?(?:START|BEGINNING) OF .*GUTENBERG[^*]{0,300}\*.*|^ *\*+ ?END.*THE SMALL PRINT.*"
 )
 END = re.compile(
-    r"(?m)^[ *]*END OF .*GUTENBERG.*|^End of (?:the |this )?Project Gutenberg(?:.s| E).*"
+    r"(?m)^ *\*+ ?END OF .*GUTENBERG.*|^End of (?:the |this )?Project Gutenberg(?:.s| E).*"
 )
 
 
@@ -164,21 +165,27 @@ def clean(text, path, join_lines):
 
 # --- training and validation
 
-FEW = 20  # documents
+FEW, MANY = 20, 200  # documents
 ENOUGH = 5000  # characters of validation text: some windows
 
 
 def split_documents(files, val_frac, join_lines):
     """
     (split, text) of every document of these files that has text, in order. Each goes whole to one
-    split, by its hash, val_frac of them to validation. Of FEW the end of each is for validation.
+    split, by its hash, val_frac of them to validation. Of FEW the end of each is for validation,
+    and of less than MANY, if by their hash none is.
     """
+
+    def is_val(text):
+        return hash_of(text) < val_frac * 2**64
+
     documents = (clean(text, path, join_lines) for path in files for text in read_documents(path))
     documents = filter(str.strip, documents)
-    first = list(islice(documents, FEW + 1))
-    if len(first) > FEW or val_frac in (0, 1):
+    first = list(islice(documents, MANY))
+    are_few = len(first) <= FEW or (len(first) < MANY and not any(map(is_val, first)))
+    if val_frac in (0, 1) or not are_few:
         for text in chain(first, documents):
-            yield "val" if hash_of(text) < val_frac * 2**64 else "train", text
+            yield "val" if is_val(text) else "train", text
         return
     share = max(val_frac, min(0.5, ENOUGH / max(1, sum(map(len, first)))))
     for text in first:

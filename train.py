@@ -145,7 +145,7 @@ def count_micro_batches(recipe):
 def accumulate_gradients(model, batch, n_micro):
     """
     Compute the gradients of the mean loss of a batch (B, T + 1) of token ids, in n_micro
-    micro-batches. Returns that loss, a scalar on the device.
+    micro-batches. Returns that loss, a scalar on the device. Refused where a parameter gets none.
     """
     loss = torch.zeros((), device=batch.device)
     for i, micro_batch in enumerate(batch.chunk(n_micro), start=1):

@@ -154,6 +154,9 @@ def test_more_than_twenty_documents_with_text_are_split_whole(tmp_path):
     expected = [("val" if is_validation(text, 0.4) else "train", text) for text in texts]
     assert list(split_documents([source], 0.4, False)) == expected
     assert {split for split, _ in expected} == {"train", "val"}
+    # but where none is for validation
+    json_lines(source, [text for text in texts * 3 if not is_validation(text, 0.4)])
+    assert {split for split, _ in split_documents([source], 0.4, False)} == {"train", "val"}
 
 
 def test_the_tokenizer_is_trained_on_the_training_split_alone(tmp_path):
