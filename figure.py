@@ -98,7 +98,9 @@ def draw_panel(ax, rows, number, style, multiples, around):
     draw_curves(ax, rows, number, style, multiples, around)
     if is_text(rows[0]):
         ax.set_yscale("log")  # so that equal losses in nats have equal heights
-        low, high = ax.get_ylim()
+        every = [row[number] for row in rows if row[number] is not None]
+        low, high = 0.95 * min(every), 1.05 * max(every)  # the interval of two models is wider
+        ax.set_ylim(low, high)
         places = matplotlib.ticker.MaxNLocator(8, steps=[1, 2, 5, 10])
         if high > 30 * low:  # of a wide range these would all be at its top
             places = matplotlib.ticker.LogLocator(subs=(1, 2, 5))
