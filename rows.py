@@ -104,7 +104,7 @@ def rows_of(result):
 # An embedding's label has its keywords, and these fields wherever they are not the default. All
 # other fields are in it where the models differ, the last ones only if nothing else differs.
 OWN = ("theta", "qk_norm", "init_from")
-LAST = ("warmup_steps", "vocab_size", "tokenizer", "task_share", "preset", "trained_on")
+LAST = ("tokenizer", "task_share", "trained_on", "warmup_steps", "preset", "vocab_size")
 NEVER = {"pos", "seed", *MAY_CHANGE}
 
 
@@ -126,10 +126,11 @@ def add_labels(models):
     for model in unnamed:
         parts = [NAMES.get(model["pos"], model["pos"])]
         for name in shown:
-            value, usual = model.get(name), getattr(Recipe, name, None) if name in OWN else None
-            if value not in (None, "", usual) or (value is False and name in keywords):
-                parts.append(words(name, value if name != "trained_on" else model["data"]))
-        model["label"] = ", ".join(filter(None, parts))
+            value = model["data"] if name == "trained_on" else model.get(name)
+            usual = getattr(Recipe, name) if name in OWN else None
+            if value not in (None, "", usual):
+                parts.append(words(name, value))
+        model["label"] = ", ".join(parts)
     for model in models:
         model["label"] += model["unfinished"]
 

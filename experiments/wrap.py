@@ -39,9 +39,9 @@ has all numbers.
     the same, held at eleven distances:
         python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held \
             --conditions places
-    theta 94 (rope_cycles1), FoPE and RoPE-A, with all their pairs wrapped:
+    theta 94, FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py \
-            runs_out/tiny/text/{rope_cycles1_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
+            runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
             --name others --conditions none near "both, wrapped"
 
 The models are those of figure1, enough and figure1_all in results/STUDIES.md. Figure and json go to

@@ -110,7 +110,7 @@ def test_models_of_two_data_folders(read):
 
 def test_two_tokenizers_and_two_training_lengths_can_be_compared(read):
     byte = dict(tokenizer="byte", data="data/bytes", data_sha256=["x"])
-    bpe = dict(tokenizer="bpe:2048 0a1b", data="data/bpe", data_sha256=["y"])
+    bpe = dict(tokenizer="bpe:2048 0a1b", data="data/bpe", data_sha256=["y"], vocab_size=2048)
     found = read(result(**byte), result(**bpe))
     assert labels(found) == ["RoPE, tokenizer=bpe:2048", "RoPE, tokenizer=byte"]
     assert "| bits per byte | models |" in rows.tables(found)
