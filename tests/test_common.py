@@ -207,6 +207,7 @@ def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("NVIDIA H100 80GB HBM2e", None),  # on PCIe
     ],
 )
 def test_a_card_has_its_own_peak_or_none(name, peak):

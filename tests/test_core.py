@@ -251,6 +251,11 @@ def test_a_question_anywhere_is_asked_from_a_quarter_of_the_length_on(data_folde
         assert len(at) == 1
     assert 245 <= min(ends) < 300 and 950 < max(ends) <= 1000
     assert np.mean(ends) == pytest.approx(625, abs=50)
+    # a whole trial, and a line of filler
+    tokens, rng = task.document(1000, np.random.default_rng(7), eot=0), np.random.default_rng(7)
+    end = int(rng.integers(250, 1001))
+    filler = (encode("\n") + task.filler(1000))[: 1001 - end]
+    assert tokens.dtype == np.int64 and tokens.tolist() == [*task.sample(end, rng)[0], *filler]
 
 
 # --- recipes

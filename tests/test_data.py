@@ -180,6 +180,13 @@ def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     assert len(list(out.glob("*.bin"))) == 4 and len(TokenData(out, "train")) == 123456
 
 
+def test_max_tokens_of_one_text_leave_some_of_it_for_validation(tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 50_000)
+    argv = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--max_tokens", 1000]
+    out = prepare(tmp_path / "out", *argv)
+    assert len(TokenData(out, "train")) == 1000 and len(TokenData(out, "val")) > 10_000
+
+
 def test_hub_files_take_the_local_path(tmp_path, monkeypatch):
     """c4: the named training files all to training, the validation file all to validation."""
     names = []
@@ -316,7 +323,10 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, l
         (["--source", ""], "--source"),
         (["--source", "c4", "a.txt"], "c4"),
         (["--source", "a.txt", "--tokenizer", "bert"], "bert"),
-        (["--source", "a.txt", "--tokenizer", "bpe:257"], "bpe:257"),
+        (["--source", "a.txt", "--tokenizer", "bpe:257"], "unknown tokenizer 'bpe:257'"),
+        (["--source", "a.txt", "--tokenizer", "bpe:258"], "too short for 258"),
+        (["--source", "a.txt", "--tokenizer", "bpe:65536"], "too short for 65536"),
+        (["--source", "a.txt", "--tokenizer", "bpe:65537"], "unknown tokenizer 'bpe:65537'"),
         (["--source", "a.txt", "--tokenizer", "bpe:5000"], "5000"),
         (["--source", "a.txt", "--val_frac", "2"], "--val_frac"),
         (["--source", "c4", "--shards", "0-9999999999"], "--shards"),
@@ -325,7 +335,7 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, l
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path, monkeypatch, argv, word):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY.txt").write_text(" \n")
-    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "a.txt").write_text("x")
     default = [] if "--tokenizer" in argv else ["--tokenizer", "byte"]
     refuses(prepare_data.main, [*argv, *default, "--out", tmp_path / "out"], word)
 
