@@ -17,58 +17,13 @@ from scipy import stats
 RESULTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(RESULTS.parent))
 
-from common import Refused, one_sentence_errors, write_json  # noqa: E402
+from common import Refused, one_sentence_errors, read_json, write_json  # noqa: E402
 from rows import half_interval, markdown, minus, read_rows  # noqa: E402
 
-# Of the six, the text models of floor and FoPE had been read. For each the seeds, and then the json
-# file, kind of result, number, label, what it is compared with, multiple of the training length.
-# Seeds that had been seen are left out: 0 of the first ten, 0 to 2 of the six. "accuracy" is that
-# of whole passkeys, "token_accuracy" of digits.
-TEXT, KEYS = ("perplexity", "loss"), ("passkey", "accuracy")
-DIGITS, ANYWHERE = ("passkey", "token_accuracy"), ("passkey_anywhere", "token_accuracy")
-WHOLE_ANYWHERE = ("passkey_anywhere", "accuracy")
-PRIMARY = {
-    "primary": (
-        range(1, 11),
-        (
-            ("figure1", *TEXT, "RoPE", "FoPE", 1),
-            ("figure1", *TEXT, "RoPE", "FoPE", 16),
-            ("figure1", *TEXT, "ALiBi", "FoPE", 16),
-            ("figure1", *KEYS, "RoPE", "FoPE", 2),
-            ("figure1", *KEYS, "RoPE", "FoPE", 4),
-            ("figure1", *KEYS, "ALiBi", "FoPE", 4),
-            ("figure1", *DIGITS, "RoPE", "FoPE", 16),
-            ("parts", *TEXT, "FoPE, floor alone", "FoPE", 16),
-            ("parts", *TEXT, "FoPE, series alone", "RoPE", 16),
-            ("parts", *TEXT, "RoPE + QK-norm", "FoPE + QK-norm", 16),
-        ),
-    ),
-    "primary_enough": (
-        range(3, 11),
-        (
-            ("enough", *TEXT, "RoPE, theta 94", "FoPE", 1),
-            ("enough", *TEXT, "RoPE, theta 94", "FoPE", 16),
-            ("enough", *TEXT, "FoPE, floor of 1024 alone", "FoPE, floor alone", 16),
-            ("enough", *TEXT, "FoPE, sigma 1.2", "FoPE, floor alone", 16),
-            ("enough", *ANYWHERE, "RoPE, theta 94", "FoPE", 4),
-            ("enough", *ANYWHERE, "FoPE, floor alone", "FoPE", 4),
-        ),
-    ),
-    # Named before a model of "untrained" or "rates" was trained. Two are level if the 95 % interval
-    # of their difference lies within 0.1 nats, or within 15 points of whole passkeys; else one is
-    # ahead, or it is unclear. Whole passkeys are those at 2048, each embedding at its own rate:
-    # "rates" has left all of them at 3.5e-4. So FoPE and theta 94 are the models of "enough", which
-    # had been seen. If the interval of the last comparison lies below 20 points, "keys need pairs
-    # that stand still" is overturned; if above, it stands; else it is undecided.
-    "primary_untrained": (
-        range(3, 11),
-        (
-            ("untrained", *TEXT, "RoPE, YaRN told the length", "FoPE", 16),
-            ("keys", *WHOLE_ANYWHERE, "RoPE, YaRN told the length", "FoPE", 4),
-            ("enough", *WHOLE_ANYWHERE, "FoPE", "RoPE, theta 94", 4),
-        ),
-    ),
-}
+# Each json file holds comparisons that were named together: the study, the kind of result, the
+# number, the label and what it is compared with, the length. These are their seeds; STUDIES.md says
+# more.
+SEEDS = {"primary": range(1, 11), "primary_enough": range(3, 11), "primary_untrained": range(3, 11)}
 # some models of a comparison are in other files
 BESIDE = {"enough": ("figure1", "parts"), "untrained": ("figure1",), "keys": ("enough",)}
 
@@ -84,28 +39,23 @@ def sign_flip_p(values):
 
 
 def compare(named, seeds, folder=RESULTS):
-    """
-    Test comparisons that were named together, as PRIMARY has them. Refused until all seeds are
-    there.
-    """
+    """Test comparisons that were named together. Refused until all seeds are there."""
     found = []
-    for file, kind, name, label, to, multiple in named:
-        files = [Path(folder) / f"{one}.json" for one in (file, *BESIDE.get(file, ()))]
-        rows = [row for row in read_rows(files) if row["kind"] == kind and row["seed"] in seeds]
-        length = multiple * rows[0]["train_len"] if rows else 0
-        less = [row for row in minus(rows, to, name) if row["label"] == label]
-        values = np.array([row[name] for row in less if row["length"] == length])
+    for one in named:
+        studies = (one["figure"], *BESIDE.get(one["figure"], ()))
+        rows = read_rows([folder / f"{study}.json" for study in studies])
+        rows = [row for row in rows if row["kind"] == one["kind"] and row["seed"] in seeds]
+        less = minus(rows, one["to"], one["measure"])
+        less = [r for r in less if (r["label"], r["length"]) == (one["label"], one["length"])]
+        values = np.array([row[one["measure"]] for row in less])
         if len(values) != len(seeds):
             raise Refused(
-                f"{folder} has not all of the {len(seeds)} seeds of {label} and {to}, "
-                f"whose {kind} is to be compared ({file})"
+                f"{folder} has not all of the {len(seeds)} seeds of {one['label']} and {one['to']} "
+                f"({one['figure']})"
             )
-        found.append(
-            {"figure": file, "kind": kind, "measure": name, "label": label, "to": to}
-            | {"length": length, "seeds": len(values), "mean": float(values.mean())}
-            | {"half_interval": float(half_interval(values)), "p": sign_flip_p(values)}
-            | {"p_t": float(stats.ttest_1samp(values, 0).pvalue)}
-        )
+        numbers = {"seeds": len(values), "mean": float(values.mean())}
+        numbers |= {"half_interval": float(half_interval(values)), "p": sign_flip_p(values)}
+        found.append(one | numbers | {"p_t": float(stats.ttest_1samp(values, 0).pvalue)})
     return found
 
 
@@ -131,10 +81,11 @@ def primary_table(found):
 
 
 def main():
-    found = {name: compare(named, seeds) for name, (seeds, named) in PRIMARY.items()}
+    paths = {RESULTS / f"{name}.json": seeds for name, seeds in SEEDS.items()}
+    found = {path: compare(read_json(path, kind=list), seeds) for path, seeds in paths.items()}
     correct([one for group in found.values() for one in group])
-    for name, group in found.items():
-        write_json(RESULTS / f"{name}.json", group)
+    for path, group in found.items():
+        write_json(path, group)
         print(primary_table(group))
 
 

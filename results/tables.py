@@ -1,13 +1,12 @@
 """
 The tables in README.md and in the texts of this folder, from the json files beside it.
 
-    python results/tables.py                 makes them and summary.csv anew
+    python results/tables.py                 makes them anew
 
 A table stands between <!-- table NAME --> and <!-- end table -->. Which rows it has, and what they
 are called there, is said here; the numbers are those of rows.py.
 """
 
-import csv
 import math
 import re
 import sys
@@ -21,7 +20,7 @@ ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
 from bench import bench_table  # noqa: E402
-from named import PRIMARY, primary_table  # noqa: E402
+from named import SEEDS, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
@@ -32,14 +31,10 @@ TEXTS = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "TABLES.md"]
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]
 KEYS = "passkey_anywhere"
-LENGTHS = [512, 1024, 2048, 4096, 8192]
-# title in summary.csv, kind, number, factor, digits
-NATS = ("nats per byte", "perplexity", "loss", 1, 2)
-BITS = ("bits per byte", "perplexity", "bits_per_byte", 1, 2)
-PERPLEXITY = ("perplexity", "perplexity", "perplexity", 1, 1)
-WHOLE = ("% of whole passkeys", KEYS, "accuracy", 100, 0)
-NLL = ("NLL of a digit", KEYS, "answer_nll", 1, 2)
-DIGITS = ("% of digits", KEYS, "token_accuracy", 100, 0)
+LONGER = [512, 2048, 8192]
+# kind, number, factor, digits
+NATS = ("perplexity", "loss", 1, 2)
+WHOLE = (KEYS, "accuracy", 100, 0)
 
 HEADLINE = [  # README's: what it is called there, the label for text, the label for passkeys
     ("RoPE", "RoPE", "RoPE, newer models"),
@@ -73,8 +68,6 @@ MORE = {
     "FoPE to FoPE": "FoPE from the start, by the authors' code",
     "FoPE to FoPE, own pairs": "FoPE from the start, a new pair for each new frequency",
     "FoPE to FoPE + YaRN x16": "FoPE from the start, with YaRN",
-}
-NO_MORE = {
     "RoPE, YaRN told the length": "RoPE, no more training, reads with YaRN",
     "RoPE, window of 512": "RoPE, no more training, reads with a window of 512",
 }
@@ -84,54 +77,54 @@ def rows_of(names):
     return read_rows([RESULTS / f"{name}.json" for name in names])
 
 
-def cells(rows, numbers, lengths, count=True):
-    """{label: [each number at each length, how many models have each number]}, as text."""
-    found = {}
-    for label, models in grouped(rows, "label").items():
-        found[label], counts = [], []
-        for _, kind, number, *how in numbers:
-            of_kind = [row for row in models if row["kind"] == kind]
-            found[label] += [cell(values_at(of_kind, number, n), *how) for n in lengths]
-            counts.append(str(n_models(of_kind, number) or ""))
-        found[label] += counts * count
-    return {label: row for label, row in found.items() if any(row[: len(lengths) * len(numbers)])}
+def table(rows, title, columns, counts=(), names=None, none=""):
+    """
+    A row for each label, or for each of names, {label: its name}. columns: [(title, what, length),
+    ...]; counts: [(title, what), ...], how many models have this number. what: as above.
+    """
+    found, lines = grouped(rows, "label"), []
+    for label, name in (names or {label: label for label in found}).items():
+        numbers, models = [], []
+        for _, (kind, number, *how), n in columns:
+            numbers.append(cell(values_at(of_kind(found[label], kind), number, n), *how) or none)
+        for _, (kind, number, *_) in counts:
+            models.append(str(n_models(of_kind(found[label], kind), number) or none or 0))
+        if any(numbers):
+            lines.append([name, *numbers, *models])
+    return markdown([title, *(column[0] for column in (*columns, *counts))], lines)
 
 
-def titles(numbers, lengths):
-    return [f"{title}, {n}" for title, *_ in numbers for n in lengths]
+def of_kind(rows, kind):
+    return [row for row in rows if row["kind"] == kind]
+
+
+def at(what, titles, lengths):
+    """Columns of one number at several lengths."""
+    return [(title, what, n) for title, n in zip(titles, lengths, strict=True)]
 
 
 def summary():
     """Text and passkeys of models trained on as many tokens, and read as they were trained."""
-    numbers, lengths = [NATS, WHOLE], (512, 2048, 8192)
-    found, columns = cells(rows_of(AS_TRAINED), numbers, lengths), titles(numbers, lengths)
-    lines = [[label, *row[:6], *(n or "0" for n in row[6:])] for label, row in found.items()]
-    return markdown(["embedding", *columns, "models for text", "for passkeys"], lines)
-
-
-def keys():
-    numbers, lengths = [WHOLE, NLL, DIGITS], (512, 2048, 8192)
-    rows = [row for row in rows_of(ALL) if row["kind"] == KEYS]
-    lines = [[label, *row[:-2]] for label, row in cells(rows, numbers, lengths).items()]
-    return markdown(["embedding", *titles(numbers, lengths), "models"], lines)
+    columns = at(NATS, [f"nats per byte, {n}" for n in LONGER], LONGER)
+    columns += at(WHOLE, [f"% of whole passkeys, {n}" for n in LONGER], LONGER)
+    counts = [("models for text", NATS), ("for passkeys", WHOLE)]
+    return table(rows_of(AS_TRAINED), "embedding", columns, counts)
 
 
 def untrained():
-    found = cells(rows_of(ALL), [NATS], LENGTHS)
-    lines = [[name, *found[label]] for label, name in UNTRAINED.items()]
-    columns = [f"{n} ({n // 512}x)" for n in LENGTHS]
-    return markdown(["nats per byte", *columns, "models"], lines)
+    lengths = [512, 1024, 2048, 4096, 8192]
+    columns = at(NATS, [f"{n} ({n // 512}x)" for n in lengths], lengths)
+    return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], UNTRAINED)
 
 
 def more():
-    tenth, quarter, none = (
-        cells(rows_of(names), [NATS], (1024, 8192), count=False)
-        for names in (["figure4"], ["figure4_quarter"], ["untrained"])
-    )
-    lines = [[name, *tenth[label], *quarter[label]] for label, name in MORE.items()]
-    lines += [[name, *none[label], *none[label]] for label, name in NO_MORE.items()]
-    columns = [f"a {share} more, at {n}" for share in ("tenth", "quarter") for n in (1024, 8192)]
-    return markdown(["nats per byte", *columns], lines)
+    """The same labels after a tenth and after a quarter, and models without more training."""
+    columns, rows, none = [], [], rows_of(["untrained"])
+    for share, study in (("tenth", "figure4"), ("quarter", "figure4_quarter")):
+        rows += [row | {"kind": share} for row in rows_of([study]) + none]
+        titles = [f"a {share} more, at {n}" for n in (1024, 8192)]
+        columns += at((share, *NATS[1:]), titles, (1024, 8192))
+    return table(rows, "nats per byte", columns, names=MORE)
 
 
 def read_results(names):
@@ -234,27 +227,25 @@ def ngram():
 
 
 def sizes():
-    numbers = [
-        (title, f"perplexity on {corpus}", "bits_per_byte", math.log(2), 2)
-        for title, corpus in (("nats per byte of books", "books"), ("of C4", "c4"))
-    ]
-    found = cells(rows_of(["gpu_60M"]), numbers, (512, 2048, 8192), count=False)
-    lines = [[label, *row] for label, row in found.items()]
-    return markdown(["60M", *titles(numbers, (512, 2048, 8192))], lines)
+    columns = []
+    for title, corpus in (("nats per byte of books", "books"), ("of C4", "c4")):
+        what = (f"perplexity on {corpus}", "bits_per_byte", math.log(2), 2)
+        columns += at(what, [f"{title}, {n}" for n in LONGER], LONGER)
+    return table(rows_of(["gpu_60M"]), "60M", columns)
 
 
 def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
-TABLES = (headline, summary, ngram, keys, harms, untrained, more, sizes, cause)
+TABLES = (headline, summary, ngram, harms, untrained, more, sizes, cause)
 CITED = {function.__name__: function for function in TABLES}
 
 
 def table_of_file(name):
     """All that a json file of this folder holds."""
     content = read_json(RESULTS / f"{name}.json", kind=dict | list)
-    if name in PRIMARY:
+    if name in SEEDS:
         return primary_table(content)
     if name.startswith("bench"):
         return bench_table(content)
@@ -288,26 +279,10 @@ def filled(text):
     return re.sub(pattern, made, text, flags=re.S)
 
 
-def summary_rows():
-    """[[embedding, number, length, models, mean, half its 95 % interval], ...], as text."""
-    lines = []
-    for kind, numbers in (("perplexity", [NATS, BITS, PERPLEXITY]), (KEYS, [WHOLE, NLL, DIGITS])):
-        rows = [row for row in rows_of(ALL) if row["kind"] == kind]
-        for label, models in grouped(rows, "label").items():
-            for title, _, number, *how in numbers:
-                for n in sorted({row["length"] for row in models}):
-                    mean, _, half = cell(values_at(models, number, n), *how).partition(" ± ")
-                    lines.append([label, title, str(n), str(n_models(models, number)), mean, half])
-    return lines
-
-
 def main():
     for path in TEXTS:
         text = filled(path.read_text(encoding="utf-8"))
         write_atomically(path, lambda f, text=text: f.write(text.encode()))
-    with open(RESULTS / "summary.csv", "w", newline="", encoding="utf-8") as f:
-        names = ["embedding", "what", "tokens", "seeds", "mean", "half of 95 % interval"]
-        csv.writer(f, lineterminator="\n").writerows([names, *summary_rows()])
 
 
 if __name__ == "__main__":

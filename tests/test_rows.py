@@ -1,8 +1,6 @@
 """Results as rows: labels, means, intervals, differences, tables; and those that the texts cite."""
 
-import csv
 import json
-import math
 import re
 import sys
 
@@ -235,7 +233,8 @@ def test_named_comparisons_are_corrected_for_their_number(tmp_path):
         found = [result("fope", s, v) for s, v in enumerate(fope)]
         found += [result("rope", s, v) for s, v in enumerate(rope)]
         write(tmp_path / f"{name}.json", *found)
-        comparisons.append((name, "perplexity", "loss", "RoPE", "FoPE", 2))
+        one = {"figure": name, "kind": "perplexity", "measure": "loss", "length": 256}
+        comparisons.append(one | {"label": "RoPE", "to": "FoPE"})
     with pytest.raises(Refused, match="not all of the 7 seeds"):  # 6 of which are there
         named.compare(comparisons, range(1, 8), tmp_path)
     running, again = 0.0, named.compare(comparisons, range(1, 7), tmp_path)
@@ -251,13 +250,12 @@ def test_named_comparisons_are_corrected_for_their_number(tmp_path):
 
 
 def test_the_committed_comparisons_are_those_of_the_committed_results():
-    again = {
-        name: named.compare(of_name, seeds) for name, (seeds, of_name) in named.PRIMARY.items()
-    }
+    paths = {ROOT / "results" / f"{name}.json": seeds for name, seeds in named.SEEDS.items()}
+    committed = {path: json.loads(path.read_text()) for path in paths}
+    again = {path: named.compare(committed[path], seeds) for path, seeds in paths.items()}
     named.correct([one for group in again.values() for one in group])
-    for name, group in again.items():
-        committed = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        for row, new in zip(committed, group, strict=True):
+    for path, group in again.items():
+        for row, new in zip(committed[path], group, strict=True):
             assert row == {
                 k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()
             }
@@ -268,18 +266,6 @@ def test_tables_are_those_of_the_committed_results(text):
     """Else run python results/tables.py."""
     committed = text.read_text(encoding="utf-8")
     assert "<!-- table " in committed and tables.filled(committed) == committed
-
-
-def test_the_table_to_cite_is_the_mean_of_the_results():
-    with open(ROOT / "results" / "summary.csv", encoding="utf-8") as f:
-        _, *lines = csv.reader(f)
-    assert lines == tables.summary_rows()
-    figure1 = json.loads((ROOT / "results" / "figure1.json").read_text())
-    alibi = [r for r in figure1 if r["recipe"]["pos"] == "alibi" and r["kind"] == "perplexity"]
-    bits = [r["lengths"]["8192"]["loss"] / math.log(2) for r in alibi]
-    low, high = stats.ttest_1samp(bits, 0).confidence_interval()
-    mean, half = f"{np.mean(bits):.2f}", f"{(high - low) / 2:.2f}"
-    assert ["ALiBi", "bits per byte", "8192", "10", mean, half] in lines
 
 
 def test_a_mark_without_an_end_keeps_what_follows():
