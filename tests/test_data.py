@@ -140,9 +140,9 @@ def test_of_a_few_text_files_the_end_of_each_is_for_validation(tmp_path):
         assert parts["train"] + parts["val"] == text and parts["train"].endswith("\n")
         wanted = max(len(text) / 20, min(5000, len(text) / 2))
         assert wanted - 50 < len(parts["val"]) <= wanted
-    (tmp_path / "line.txt").write_text("one line " * 1000)
+    (tmp_path / "line.txt").write_text("one line " * 1000 + "\n")
     parts = dict(split_documents([tmp_path / "line.txt"], 0.05, False))
-    assert len(parts["train"]) == 4500 and len(parts["val"]) == 4500
+    assert len(parts["train"]) == 4501 and len(parts["val"]) == 4500
 
 
 def test_more_than_twenty_documents_with_text_are_split_whole(tmp_path):
