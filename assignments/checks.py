@@ -6,7 +6,7 @@ check's questions (name, *args). The student's answers must be those of the righ
 function is asked alone, on inputs of its own: a mistake costs nothing in another.
 
 MISTAKES are the usual ones. A student who answers as the right file does with one of them is told
-which it is. It costs once: later questions to that function compare with the same mistake.
+which it is. It costs once: in later questions to that function the same mistake is no other.
 """
 
 import inspect
