@@ -2,13 +2,7 @@
 Tasks that a model is asked, and trained on: the passkey and its kin.
 
 A task of one's own is a class in a file of one's own, which --task names as it is: mine.MultiKey.
-The class has what Passkey has, or it is a Passkey with another trial():
-
-    class MultiKey(Passkey):
-        def trial(self, rng):
-            colours, keys = rng.permutation(["red", "green", "blue"]), rng.integers(100, 1000, 3)
-            needles = [f"The {colour} key is {key}." for colour, key in zip(colours, keys)]
-            return needles, f"The {colours[0]} key is", f" {keys[0]}"
+The class has what Passkey has, or it is a Passkey with another needle(), trial() or filler().
 """
 
 from importlib import import_module
