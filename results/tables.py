@@ -26,7 +26,7 @@ from wrap import cause_table  # noqa: E402
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
 from rows import NAMES, cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
-TEXTS = [ROOT / "README.md", RESULTS / "README.md", RESULTS / "TABLES.md"]
+TEXTS = [ROOT / "README.md", *RESULTS.glob("*.md")]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]
