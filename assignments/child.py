@@ -195,10 +195,10 @@ def embedding(module, part, name, shape, qkv):
     if part == "device":
         return on_the_cpu(attend, pos, qkv) or on_the_cpu(attend, make().train(), qkv)
     if part == "learns":
-        y = torch.stack([attend(pos.train(), qkv, seed) for seed in range(8)])  # some may drop it
+        y = torch.stack([attend(pos.train(), qkv, seed) for seed in range(8)])  # by dropout
         if y.requires_grad:
             y.square().sum().backward()
-        unmoved = [name for name, p in pos.named_parameters() if p.grad is None or not p.grad.any()]
+        unmoved = [n for n, p in pos.named_parameters() if p.grad is None or not p.grad.norm() > 0]
         return f"{', '.join(unmoved)}: no gradient" if unmoved else ""
     y, T = attend(pos, qkv), qkv.size(-2)
     if part == "fused":

@@ -355,7 +355,7 @@ def test_unusual_but_honest_files_lose_nothing(graded):
     "name",
     ["fope.py", "fope (1).py", "Fope.PY", "ada_123_fope.py", "fope copy.py", "fope_v2.py",
      "fope - Kopie (2).py", "fope.py.txt", "a/b/fope.py", "x.zip:fope.py", "X.ZIP:a\\b\\fope.py",
-     "a/x.zip:a/b/fope (2).py", "x.zip:y.zip:fope.py"],
+     "a/x.zip:a/b/fope (2).py", "answers.zip:y.zip:fope.py"],
 )  # fmt: skip
 def test_names_that_people_and_platforms_give(tmp_path, name):
     *archives, inside = name.split(":")
@@ -363,6 +363,7 @@ def test_names_that_people_and_platforms_give(tmp_path, name):
     for archive in archives[::-1]:
         with zipfile.ZipFile(tmp_path / "zip", "w") as file:
             file.writestr("__MACOSX/fope.py", "no")
+            file.writestr("assignments/answers.zip", b"no zip")
             file.writestr(inside, content)
         inside, content = archive, (tmp_path / "zip").read_bytes()
     path = tmp_path / "ada" / inside
