@@ -148,7 +148,7 @@ def test_of_a_few_text_files_the_end_of_each_is_for_validation(tmp_path):
 def test_more_than_twenty_documents_with_text_are_split_whole(tmp_path):
     texts = [f"text {i}\n" * 900 for i in range(20)]
     source = json_lines(tmp_path / "a.json.gz", [*texts, " \n"])  # what is blank is no text
-    assert len(list(split_documents([source], 0.05, False))) == 40
+    assert len(list(split_documents([source], 0.4, False))) == 40
     texts.append("one more")
     json_lines(source, texts)
     expected = [("val" if is_validation(text, 0.4) else "train", text) for text in texts]
