@@ -10,6 +10,7 @@ TASK.json in the folder of the run. A model finds hardly any passkey unless it w
 """
 
 import math
+from functools import cache
 
 import numpy as np
 import torch
@@ -109,7 +110,8 @@ def main(argv=None):
     recipe = model.config
     name = args.task or recipe.task or "passkey"
     encode = load_tokenizer(recipe.tokenizer, args.run).encode_ordinary
-    task = task_class(name)(encode, lambda n, rng: TokenData(recipe.data, "val").excerpt(n, rng))
+    held_out = cache(lambda: TokenData(recipe.data, "val"))  # few tasks read it
+    task = task_class(name)(encode, lambda n, rng: held_out().excerpt(n, rng))
     seed = recipe.seed if args.seed is None else args.seed
     read = dict(trained_on=trained["trained_on"], trial_seed=seed)
     out = evaluation.result_file(args, recipe, name, **read)

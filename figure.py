@@ -87,16 +87,13 @@ def draw_curves(ax, rows, number, style, multiples, around):
 
 def draw_panel(ax, rows, number, style, multiples, around):
     """One kind of evaluation."""
-    kind = rows[0]["kind"]
+    kind, what = rows[0]["kind"], "share that is right"
+    title = f"{kind}: whole answers" if number == "accuracy" else f"{kind}: tokens"
     if is_text(rows[0]):
-        title, number = unit(rows)
-        ax.set_ylabel(f"{title} (lower is better), log axis")
-        title = "Text" + kind.removeprefix("perplexity")
-    else:
-        title = f"{kind}: whole answers" if number == "accuracy" else f"{kind}: tokens"
-        ax.set_ylabel("share that is right (higher is better)")
+        title, (what, number) = "Text" + kind.removeprefix("perplexity"), unit(rows)
     draw_curves(ax, rows, number, style, multiples, around)
     if is_text(rows[0]):
+        ax.set_ylabel(f"{what} (lower is better), log axis")
         ax.set_yscale("log")  # so that equal losses in nats have equal heights
         every = [row[number] for row in rows if row[number] is not None]
         low, high = 0.95 * min(every), 1.05 * max(every)  # the interval of two models is wider
@@ -108,6 +105,7 @@ def draw_panel(ax, rows, number, style, multiples, around):
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     else:
+        ax.set_ylabel(f"{what} (higher is better)")
         ax.set_ylim(-0.03, 1.03)
     counts = [n_models(models, number) for models in grouped(rows, "label").values()]
     few, many = min(counts), max(counts)

@@ -12,6 +12,7 @@ that so few trials allow. A difference is taken between two models of one seed. 
     pandas.DataFrame(rows.read_rows(["results/figure1.json"]))
 """
 
+import itertools
 import re
 from pathlib import Path
 
@@ -34,6 +35,11 @@ NAMES = {  # the order of the embeddings everywhere, and their names
 }
 MEASURED = ["loss", "perplexity", "bits_per_byte"]  # of text
 MEASURED += ["accuracy", "accuracy_low", "accuracy_high", "token_accuracy", "answer_nll"]
+OF_TASKS = [  # title, name, factor, digits
+    ("whole answers, %", "accuracy", 100, 0),
+    ("NLL of a token", "answer_nll", 1, 2),
+    ("tokens, %", "token_accuracy", 100, 0),
+]
 
 # --- reading
 
@@ -284,20 +290,16 @@ def tables(rows, to=()):
         if is_text(group[0]):
             title, number = unit(group)
             corpus = kind.removeprefix("perplexity")
-            parts.append(table(group, title + corpus, number, 1, 2))
+            numbers = [(title + corpus, number, 1, 2)]
             nats = f"nats per {title.rpartition(' ')[2]}{corpus}"
             differences = [(nats, "loss", 1, 3)] if number == "perplexity" else []
         else:
-            parts.append(table(group, f"{kind}: whole answers, %", "accuracy", 100, 0))
-            parts.append(table(group, f"{kind}: NLL of a token", "answer_nll", 1, 2))
-            parts.append(table(group, f"{kind}: tokens, %", "token_accuracy", 100, 0))
-            differences = [("whole answers, %", "accuracy", 100, 0)]
-            differences += [("tokens, %", "token_accuracy", 100, 0)]
-            differences = [(f"{kind}: {title}", *number) for title, *number in differences]
-        for label in to:
-            for title, number, *how in differences:
-                less = minus(group, label, number)
-                parts.append(table(less, f"minus {label}, {title}", number, *how, sign="+"))
+            numbers = [(f"{kind}: {title}", *how) for title, *how in OF_TASKS]
+            differences = [how for how in numbers if how[1] != "answer_nll"]
+        parts += [table(group, *how) for how in numbers]
+        for label, (title, number, *how) in itertools.product(to, differences):
+            less = minus(group, label, number)
+            parts.append(table(less, f"minus {label}, {title}", number, *how, sign="+"))
     return "\n\n".join(filter(None, parts))
 
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import common
@@ -129,11 +130,9 @@ def folder_of(folder, this, stored):
     if this in stored.values():
         return next(old for old, other in stored.items() if other == this)
     if other := stored.get(folder):
-        name, value = next((name, v) for name, v in this.items() if v != other[name])
-        raise Refused(
-            f"{folder} is a run with {name} {other[name]}, not {value}; choose another --out, or "
-            f"give both values of --{name}"
-        )
+        name = next(name for name in this if this[name] != other[name])
+        different = f"{name} {other[name]}, not {this[name]}"
+        raise Refused(f"{folder} is a run with {different}; choose another --out")
     return folder
 
 
@@ -264,9 +263,8 @@ def start(command, log, environment):
     """A process of ours, whose output goes to its log."""
     with open(log, "a", encoding="utf-8") as f:
         print(f"$ {shlex.join(['python', *command])}", file=f, flush=True)
-        stop_with_us = None
-        if sys.platform == "linux":  # where we are killed, it is told to stop
-            stop_with_us = lambda: LIBC.prctl(1, signal.SIGTERM)  # noqa: E731  PR_SET_PDEATHSIG
+        # PR_SET_PDEATHSIG: where we are killed, it is told to stop
+        stop_with_us = partial(LIBC.prctl, 1, signal.SIGTERM) if sys.platform == "linux" else None
         return subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.DEVNULL,

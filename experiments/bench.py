@@ -147,7 +147,7 @@ def summarise(rounds, measured):
 
 
 def bench_table(result):
-    """A result of experiments/bench.py: a row for each thing that an embedding does."""
+    """A row for each thing that an embedding does."""
     rows, peak = [], common.peak_flops(result["hardware"])
     references = [name for name in ("nope", "rope") if name in result["summary"]]
     step = result["batch_size"] * result["train_len"]

@@ -3,13 +3,14 @@ The tables in README.md and in the texts of this folder, from the json files bes
 
     python results/tables.py                 makes them anew
 
-A table stands between <!-- table NAME --> and <!-- end table -->. Which rows it has, and what they
-are called there, is said here; the numbers are those of rows.py.
+A table stands between <!-- table NAME --> and <!-- end table -->. names.toml says which rows it
+has, if not all, and what they are called there. The numbers are those of rows.py.
 """
 
 import math
 import re
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from named import SEEDS, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
-from rows import NAMES, cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
+from rows import NAMES as EMBEDDINGS  # noqa: E402
+from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
 TEXTS = [ROOT / "README.md", *RESULTS.glob("*.md")]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
@@ -36,41 +38,7 @@ LONGER = [512, 2048, 8192]
 NATS = ("perplexity", "loss", 1, 2)
 WHOLE = (KEYS, "accuracy", 100, 0)
 
-HEADLINE = [  # README's: what it is called there, the label for text, the label for passkeys
-    ("RoPE", "RoPE", "RoPE, newer models"),
-    (
-        "the same, read with YaRN and its temperature",
-        "RoPE, YaRN told the length, with temperature",
-        "RoPE, YaRN told the length, with temperature",
-    ),
-    ("FoPE", "FoPE", "FoPE, newer models"),
-    ("the same, read with the temperature", "FoPE, with temperature", "FoPE, with temperature"),
-    ("ALiBi", "ALiBi", "ALiBi"),
-]
-UNTRAINED = {
-    "RoPE": "RoPE, as it was trained",
-    "RoPE, YaRN told the length": "YaRN told the length",
-    "RoPE, YaRN told the length, with temperature": "YaRN told the length, with its temperature",
-    "RoPE, YaRN x16": "YaRN x16",
-    "RoPE, slow pairs told the length": "slow pairs told the length",
-    "RoPE, NTK told the length": "NTK told the length",
-    "RoPE, window of 512": "a window of 512",
-    "FoPE": "trained with FoPE",
-    "FoPE, window of 512": "trained with FoPE, a window of 512",
-    "RoPE, theta 94": "trained with theta 94",
-    "RoPE, theta 94, window of 512": "trained with theta 94, a window of 512",
-}
-MORE = {
-    "RoPE to RoPE": "RoPE",
-    "RoPE to RoPE + YaRN x16": "RoPE with YaRN",
-    "RoPE to FoPE, authors' way": "RoPE changed to FoPE, moved",
-    "RoPE to FoPE": "RoPE changed to FoPE, kept",
-    "FoPE to FoPE": "FoPE from the start, by the authors' code",
-    "FoPE to FoPE, own pairs": "FoPE from the start, a new pair for each new frequency",
-    "FoPE to FoPE + YaRN x16": "FoPE from the start, with YaRN",
-    "RoPE, YaRN told the length": "RoPE, no more training, reads with YaRN",
-    "RoPE, window of 512": "RoPE, no more training, reads with a window of 512",
-}
+NAMES = tomllib.loads((RESULTS / "names.toml").read_text(encoding="utf-8"))  # of rows
 
 
 def rows_of(names):
@@ -114,7 +82,7 @@ def summary():
 def untrained():
     lengths = [512, 1024, 2048, 4096, 8192]
     columns = at(NATS, [f"{n} ({n // 512}x)" for n in lengths], lengths)
-    return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], UNTRAINED)
+    return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
 
 
 def more():
@@ -124,7 +92,7 @@ def more():
         rows += [row | {"kind": share} for row in rows_of([study]) + none]
         titles = [f"a {share} more, at {n}" for n in (1024, 8192)]
         columns += at((share, *NATS[1:]), titles, (1024, 8192))
-    return table(rows, "nats per byte", columns, names=MORE)
+    return table(rows, "nats per byte", columns, names=NAMES["more"])
 
 
 def read_results(names):
@@ -132,24 +100,12 @@ def read_results(names):
     results = [r for name in names for r in read_json(RESULTS / f"{name}.json", kind=list)]
     found = {}
     for result in results:
-        label = result["label"] or NAMES[result["recipe"]["pos"]]
+        label = result["label"] or EMBEDDINGS[result["recipe"]["pos"]]
         found.setdefault((result["kind"], label), []).append(result)
     return found
 
 
 NEAR = 511  # tokens between passkey and question: training had as many
-HARMS = {  # a label, and what it is called there
-    "RoPE, newer models": "RoPE",
-    "RoPE, with temperature": "the same, with the temperature alone",
-    "RoPE, YaRN told the length": "the same, with YaRN alone",
-    "RoPE, YaRN told the length, with temperature": "the same, with YaRN and its temperature",
-    "RoPE, window of 512": "the same, with a window of 512",
-    "FoPE, newer models": "FoPE",
-    "FoPE, with temperature": "the same, with the temperature",
-    "FoPE": "FoPE, older models",
-    "FoPE, floor alone": "the floor alone",
-    "ALiBi": "ALiBi",
-}
 
 
 def near_and_far(results, length):
@@ -169,7 +125,7 @@ def n_that_find_90(rows):
 
 def harms():
     results, lines = read_results(["enough", "keys", "temperature", "figure1_all"]), []
-    for label, name in HARMS.items():
+    for label, name in NAMES["harms"].items():
         of_label = results[KEYS, label]
         learned = n_that_find_90([r["lengths"]["512"] for r in of_label if "512" in r["lengths"]])
         cells = [*near_and_far(of_label, 2048), *near_and_far(of_label, 8192)]
@@ -183,7 +139,7 @@ def harms():
 def headline():
     """Means alone: perplexities of text, and whole passkeys at 2048."""
     results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
-    for name, text, keys in HEADLINE:
+    for name, (text, keys) in NAMES["headline"].items():
         of_text = [result["lengths"] for result in results["perplexity", text]]
         means = (np.mean([rows[n]["perplexity"] for rows in of_text]) for n in ("512", "8192"))
         found = near_and_far(results[KEYS, keys], 2048)

@@ -176,6 +176,7 @@ def test_a_sweep_is_measured_trained_and_drawn_and_not_trained_again(data_folder
 PYTHON = """#!/bin/sh
 case $1 in -c) exec {python} "$@" ;; esac
 echo "$@" >> calls
+if [ -e hang ]; then touch hanging; exec sleep 60; fi
 """
 
 
@@ -191,11 +192,11 @@ def project(tmp_path):
     return tmp_path
 
 
-def gpu_sh(project, *flags, gpu=True):
+def gpu_sh(project, *flags, gpu=True, run=subprocess.run):
     path = f"{project}/bin:{os.environ['PATH']}" if gpu else "/usr/bin:/bin"
     env = {**os.environ, "PATH": path, "NO_INSTALL": "1", "PYTHON": f"{project}/bin/python"}
-    how = dict(cwd=project, env=env, text=True, capture_output=True)
-    ended = subprocess.run(["bash", "runs/gpu.sh", *flags], **how)
+    how = dict(cwd=project, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ended = run(["bash", "runs/gpu.sh", *flags], **how)
     calls = Path(project / "calls")
     return ended, calls.read_text().splitlines() if calls.exists() else []
 
@@ -215,6 +216,17 @@ def test_the_commands_of_gpu_sh(project):
     assert f"--data {project}/mine --task passkey --task_share 0.25 --minutes " in run
     assert 7 < float(run.split("--minutes ")[1].split()[0]) <= 8  # the preparation counts
     assert "--tokens" not in run and "--compile" not in run
+
+
+def test_a_stopped_script_lets_its_command_save(project):
+    (project / "hang").touch()
+    process, _ = gpu_sh(project, "--device", "cpu", gpu=False, run=subprocess.Popen)
+    while not (project / "hanging").exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command continues" in output
 
 
 def test_what_gpu_sh_refuses(project):
