@@ -225,15 +225,16 @@ def seconds(jobs, args, recipes):
 def fit(jobs, args, grid, budget):
     """As a grid: the flags, but for those typed, with which these jobs take `budget` seconds."""
 
-    def flags(tokens, recipe):
-        read = min(max(tokens // 40, least_read(recipe)), 2**22 + 1)  # a fifth of the time
+    least_tokens = max(least_read(job.recipe) for job in jobs)
+
+    def flags(tokens):
+        read = min(max(tokens // 40, least_tokens), 2**22 + 1)  # a fifth of the time
         trials = min(max(tokens // 127_000, 8), 1000)
         values = {"tokens": tokens, "read_tokens": read, "trials": trials}
         return {name: value for name, value in values.items() if name not in grid}
 
     def total(tokens):
-        recipes = [replace(job.recipe, **flags(tokens, job.recipe)) for job in jobs]
-        return seconds(jobs, args, recipes)
+        return seconds(jobs, args, [replace(job.recipe, **flags(tokens)) for job in jobs])
 
     low, high = max(trial_tokens(job.recipe) for job in jobs), 10**13
     if (least := total(low)) > budget:
@@ -241,7 +242,7 @@ def fit(jobs, args, grid, budget):
     while high - low > low // 100:
         middle = (low + high) // 2
         low, high = (middle, high) if total(middle) <= budget else (low, middle)
-    return {name: [[str(value)]] for name, value in flags(low, jobs[0].recipe).items()}
+    return {name: [[str(value)]] for name, value in flags(low).items()}
 
 
 # --- the runs
@@ -328,7 +329,6 @@ def main(argv=None):
     add("--dry_run", action="store_true", help="only say what would run, and how long it takes")
     common.add_device_flag(parser)
     args, words = parser.parse_known_args(argv)
-    args.at_once = args.at_once or (n_cores() if args.device == "cpu" else 1)
     grid, decided = parse_grid(words), args.out / "sweep.json"
     if args.minutes is not None:
         if "tokens" in grid:
@@ -336,6 +336,7 @@ def main(argv=None):
         if decided.exists():  # by the same command, which was stopped
             grid = read_json(decided) | grid
     jobs = jobs_of(grid, args.out)
+    args.at_once = args.at_once or (min(n_cores(), len(jobs)) if args.device == "cpu" else 1)
     left = [job for job in jobs if not is_done(job, args.evaluate)]
     print(f"{len(jobs)} runs in {args.out}, {len(jobs) - len(left)} of them done")
 
