@@ -28,7 +28,7 @@ from common import file_sha256, one_sentence_errors, read_json, write_atomically
 from rows import NAMES as EMBEDDINGS  # noqa: E402
 from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
-TEXTS = [ROOT / "README.md", *RESULTS.glob("*.md")]
+TEXTS = [ROOT / "README.md", *(RESULTS / f"{n}.md" for n in ("README", "APPENDIX", "TABLES"))]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]
