@@ -59,12 +59,12 @@ def test_an_embeddings_settings_are_always_in_its_label_and_others_where_they_di
     ]
     assert labels(read(of_own[0])) == ["FoPE, sigma=0"]
     assert labels(read(*of_own)) == [
-        "NoPE, init_from=nope, lr=0.0006, weight_decay=0.1",
-        "RoPE, kind=yarn, temperature, lr=0.0006, weight_decay=0.1",
-        "RoPE, qk_norm, lr=0.0006, weight_decay=0",
-        "RoPE, theta=93.9, lr=0.001, weight_decay=0.1",
-        "FoPE, sigma=0, lr=0.0006, weight_decay=0.1",
-        "mine.Class, lr=0.001, weight_decay=0.1",
+        "NoPE, init_from=nope",
+        "RoPE, kind=yarn, temperature",
+        "RoPE, qk_norm, weight_decay=0",
+        "RoPE, theta=93.9, lr=0.001",
+        "FoPE, sigma=0",
+        "mine.Class, lr=0.001",
     ]
 
 
