@@ -98,8 +98,8 @@ def test_minutes_are_shared_by_training_and_reading(data_folder, tmp_path):
     assert len({sweep.cost_file(job, args) for job in made}) == 2
     flags = sweep.fit(made, args, {"trials": [["5"]]}, budget=600)
     tokens, read = (int(flags[name][0][0]) for name in ("tokens", "read_tokens"))
-    assert set(flags) == {"tokens", "read_tokens"} and read == max(tokens // 40, 1025)
-    each = 10 + tokens / 1000 + 2 * read / 1025
+    assert set(flags) == {"tokens", "read_tokens"} and read == max(tokens // 40, 1026)
+    each = 10 + tokens / 1000 + 2 * read / 513
     assert 0.97 * 600 < 2 * each <= 600
     with pytest.raises(Refused, match="at the least"):
         sweep.fit(made, args, {}, budget=20)
