@@ -4,7 +4,8 @@ The loss of a Llama by its place in a long text, from results of hf.evaluate per
     python -m hf.places results/smollm2/{as_it_is,window}.json --out places.png
     python -m hf.places ... --to tuned_rope        and, window by window, how far from that result
 
-A row of the table is a file. Each number is a mean over places and over the windows of the file.
+A row of the table is a file. Each number is a mean over places and over the texts that all of the
+files have.
 """
 
 from itertools import pairwise
@@ -41,20 +42,22 @@ def main(argv=None):
     add("--known", type=int, default=8192, help="the length in tokens that the model knows")
     add("--out", type=Path, help="picture to draw")
     args = parser.parse_args(argv)
-    losses = {path.stem: losses_by_place(path)[0] for path in args.results}
-    (length,) = {losses_by_place(path)[1] for path in args.results}
+    read = {path.stem: losses_by_place(path) for path in args.results}
+    (length,) = {length for _, length in read.values()}
+    n_texts = min(len(by_place) for by_place, _ in read.values())
+    losses = {name: by_place[:n_texts] for name, (by_place, _) in read.items()}
     width = length // 128  # tokens of a part
     columns = [(a, b) for a, b in pairwise(ENDS) if b <= length]
     lines = []
     for name, by_place in losses.items():
         means = (by_place[:, a // width : b // width].mean() for a, b in columns)
-        lines.append([spelled(name), *(f"{mean:.2f}" for mean in means), str(len(by_place))])
-    print(markdown(["nats per token at", *(f"{a} to {b}" for a, b in columns), "texts"], lines))
+        lines.append([spelled(name), *(f"{mean:.2f}" for mean in means)])
+    title = f"nats per token, {n_texts} texts"
+    print(markdown([title, *(f"{a} to {b}" for a, b in columns)], lines))
     if args.to:
         past = slice(args.known // width, None)
-        for name in losses.keys() - {args.to}:
-            n = min(len(losses[name]), len(losses[args.to]))
-            less = (losses[name][:n, past] - losses[args.to][:n, past]).mean(axis=1)
+        for name in losses:
+            less = (losses[name] - losses[args.to])[:, past].mean(axis=1)
             each = ", ".join(f"{x:+.2f}" for x in less)
             print(f"{name} minus {args.to} past {args.known}, text by text: {each}")
     if args.out:
