@@ -169,9 +169,9 @@ def trial_tokens(recipe):
     return TRIAL_STEPS * recipe.batch_size * recipe.train_len
 
 
-def one_window(recipe):
-    """The tokens with which one window of the longest is read."""
-    return parse_lengths(recipe.lengths, recipe.train_len)[-1] + 1
+def little(recipe):
+    """As many tokens as a short run reads: one window of the longest, or more of shorter ones."""
+    return max(8192, parse_lengths(recipe.lengths, recipe.train_len)[-1]) + 1
 
 
 def cost_file(job, args):
@@ -191,7 +191,7 @@ def measure_costs(jobs, args):
     for path, job in new.items():
         words = [*job.words, "--tokens", trial_tokens(job.recipe)]
         words += ["--warmup_steps", 1, "--eval_every", TRIAL_STEPS // 10]
-        words += ["--read_tokens", one_window(job.recipe), "--trials", TRIALS]
+        words += ["--read_tokens", little(job.recipe), "--trials", TRIALS]
         shutil.rmtree(path.with_suffix(""), ignore_errors=True)
         commands[path.stem] = train_command(words, path.with_suffix(""), args)
     if new:
@@ -216,7 +216,7 @@ def seconds(jobs, args, recipes):
     ends = [0.0] * args.at_once
     for job, recipe in zip(jobs, recipes, strict=True):  # each begins when another one ends
         cost = read_json(cost_file(job, args))
-        times = {"perplexity": recipe.read_tokens / one_window(recipe)}
+        times = {"perplexity": recipe.read_tokens / little(recipe)}
         times["passkey"] = recipe.trials / TRIALS
         reading = sum(cost[kind] * times[kind] for kind in args.evaluate)
         ends[ends.index(min(ends))] += cost["start"] + recipe.tokens / cost["rate"] + reading
@@ -226,7 +226,7 @@ def seconds(jobs, args, recipes):
 def fit(jobs, args, grid, budget):
     """As a grid: the flags, but for those typed, with which these jobs take `budget` seconds."""
 
-    least_tokens = 2 * max(one_window(job.recipe) for job in jobs)
+    least_tokens = 2 * max(little(job.recipe) for job in jobs)
 
     def flags(tokens):
         read = min(max(tokens // 40, least_tokens), 2**22 + 1)  # a fifth of the time
