@@ -113,10 +113,12 @@ def near_and_far(results, length):
     rows = [r["lengths"][str(length)] for r in results if str(length) in r["lengths"]]
     if not rows:
         return ["", "", ""]
-    right = np.concatenate([row["right"] for row in rows])
-    near = np.concatenate([row["distance"] for row in rows]) <= NEAR
-    shares = (f"{100 * right[group].sum() / group.sum():.0f}" for group in (near, ~near))
-    return [*shares, n_that_find_90(rows)]
+    shares = []  # of each model, near and far: some were asked more passkeys than others
+    for row in rows:
+        right, near = np.array(row["right"]), np.array(row["distance"]) <= NEAR
+        shares.append([right[near].mean(), right[~near].mean()])
+    near, far = 100 * np.mean(shares, axis=0)
+    return [f"{near:.0f}", f"{far:.0f}", n_that_find_90(rows)]
 
 
 def n_that_find_90(rows):
@@ -137,20 +139,23 @@ def harms():
 
 
 def headline():
-    """Means alone: perplexities of text, and whole passkeys at 2048."""
+    """Means over the models: perplexities of text, and whole passkeys at 2048."""
     results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
     for name, (text, keys) in NAMES["headline"].items():
-        of_text = [result["lengths"] for result in results["perplexity", text]]
-        means = (np.mean([rows[n]["perplexity"] for rows in of_text]) for n in ("512", "8192"))
+        of_text = [result["lengths"] for result in results.get(("perplexity", text), [])]
         found = near_and_far(results[KEYS, keys], 2048)
-        lines.append([name, *(f"{mean:.1f}" for mean in means), *found, str(len(of_text))])
+        lines.append([name, *perplexities(of_text), *found, str(len(of_text) or "")])
     counted = counted_letters(5)
-    means = (np.mean([rows[n]["perplexity"] for rows in counted]) for n in ("512", "8192"))
-    lines.append(
-        ["counting five letters", *(f"{mean:.1f}" for mean in means), "", "", "", str(len(counted))]
-    )
+    lines.append(["counting five letters", *perplexities(counted), "", "", "", str(len(counted))])
     columns = ["perplexity at 512", "at 8192", "passkeys at 2048, near, %", "far, %"]
     return markdown(["", *columns, "models that find 90 %", "models for text"], lines)
+
+
+def perplexities(models):
+    """The mean at 512 and at 8192 over models, of which each has its rows by length."""
+    lengths = ("512", "8192") if models else ()
+    means = [np.mean([rows[n]["perplexity"] for rows in models]) for n in lengths]
+    return [f"{mean:.1f}" for mean in means] or ["", ""]
 
 
 def counted_letters(context):
