@@ -277,5 +277,6 @@ def provenance(device):
 
 def command():
     """How this script was started, as one would type it in the project's folder."""
-    script = os.path.relpath(sys.argv[0], ROOT)
-    return shlex.join(["python", script, *sys.argv[1:]])
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m hf.evaluate
+    script = ["-m", module.name] if module else [os.path.relpath(sys.argv[0], ROOT)]
+    return shlex.join(["python", *script, *sys.argv[1:]])

@@ -87,7 +87,8 @@ def jobs_of(grid, out):
     for name in {*MAY_CHANGE} - {"data"} & grid.keys():
         if len(grid[name]) > 1:
             raise Refused(f"--{name} can have one value: another one makes no other model")
-    configs = {path.parent: read_json(path) for path in sorted(out.glob("*/config.json"))}
+    runs = [path.parent for path in sorted(out.glob("*/checkpoint.pt"))]
+    configs = {folder: read_json(folder / "config.json") for folder in runs}
     stored = {folder: identity(c["recipe"], c["data_sha256"]) for folder, c in configs.items()}
     for (seed,), (pos,) in itertools.product(grid["seed"], grid["pos"]):
         embedding, *own = pos.split(":")
@@ -334,8 +335,12 @@ def main(argv=None):
     if args.minutes is not None:
         if "tokens" in grid:
             raise Refused("--minutes says how many --tokens: give one of the two")
+        plan = {"grid": grid, "minutes": args.minutes}
         if decided.exists():  # by the same command, which was stopped
-            grid = read_json(decided) | grid
+            known = read_json(decided)
+            if known["plan"] != json.loads(json.dumps(plan)):
+                raise Refused(f"{args.out} holds a sweep of other flags; choose another --out")
+            grid = known["flags"] | grid
     jobs = jobs_of(grid, args.out)
     args.at_once = args.at_once or (min(n_cores(), len(jobs)) if args.device == "cpu" else 1)
     left = [job for job in jobs if not is_done(job, args.evaluate)]
@@ -346,7 +351,8 @@ def main(argv=None):
         measure_costs(jobs, args)
         budget = 0.95 * 60 * args.minutes - (time.time() - begun)
         flags = fit(jobs, args, grid, budget)
-        write_json(decided, flags)
+        if not args.dry_run:
+            write_json(decided, {"plan": plan, "flags": flags})
         jobs = left = jobs_of(flags | grid, args.out)
         print(" ".join(word for name, (value,) in flags.items() for word in flag(name, value)))
     if any(job.recipe.n_steps > 2 * TRIAL_STEPS for job in left):

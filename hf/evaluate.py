@@ -86,10 +86,13 @@ def recipe_of(llama, folder):
 def read_windows(path, tokenizer, length, n_windows):
     """The first length + 1 tokens of the first n_windows long texts: (n_windows, length + 1)."""
     windows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        tokens = tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)
-        if len(tokens) > length and len(windows) < n_windows:
-            windows.append(tokens[: length + 1])
+    with open(path, encoding="utf-8") as f:
+        for line in f:
+            tokens = tokenizer.encode(json.loads(line)["text"], add_special_tokens=False)
+            if len(tokens) > length:
+                windows.append(tokens[: length + 1])
+            if len(windows) == n_windows:
+                break
     if len(windows) < n_windows:
         raise Refused(f"{path} has {len(windows)} texts of {length:,} tokens, not {n_windows}")
     return np.array(windows)
@@ -132,7 +135,7 @@ def main(argv=None):
     if args.kind == "perplexity" and not args.data:
         raise Refused("perplexity needs --data, a .jsonl file of texts")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
         llama = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
     except (OSError, ValueError) as e:
         raise Refused(f"{args.model} is no model: {str(e).splitlines()[0]}") from None
@@ -148,21 +151,24 @@ def main(argv=None):
         # a byte-level tokenizer, as SmolLM's is, writes each byte as one letter
         letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         token_bytes = np.array([len(token) for token in letters])
+    elif not tokenizer.chat_template:
+        raise Refused(f"the tokenizer of {args.model} has no chat template to ask a passkey by")
     else:
         result |= {"trials": args.trials, "trial_seed": args.seed, "generate": args.generate}
         task = ChatPasskey(tokenizer)
+    weights = sorted(args.model.glob("*.safetensors"))
+    result["weights"] = {path.name: common.file_sha256(path)[:16] for path in weights}
     if args.out.exists():
         old = common.read_json(args.out)
-        if {name: old.get(name) for name in result} != result:
+        if any(old.get(name, value) != value for name, value in result.items()):
             raise Refused(f"--out {args.out} holds something else; give another name")
         done = {int(length): rows for length, rows in old["read"].items()}
     else:
         done = {}
     common.make_folder(args.out.parent)
 
-    def save(length, row):
-        done.setdefault(length, []).append(row)
-        rows = {n: rows for n, rows in done.items() if len(rows) == n_parts}
+    def save():
+        rows = {n: rows[:n_parts] for n, rows in done.items() if len(rows) >= n_parts}
         means = {n: mean_row(r) if args.kind == "perplexity" else r[0] for n, r in rows.items()}
         here = {"command": common.command(), **common.provenance(device)}
         common.write_json(args.out, result | here | {"lengths": means, "read": done})
@@ -177,14 +183,17 @@ def main(argv=None):
             kwargs = dict(rope_scaling=scaling, **args.pos_args)
             swap_position_embedding(llama, recipe.pos, recipe.train_len, **kwargs)
         for i in range(n_parts):
-            if i >= len(done.get(length, [])):
+            if i >= len(done.setdefault(length, [])):
                 if args.kind == "perplexity":
-                    save(length, text_row(reader, windows[i][: length + 1], length, token_bytes))
+                    row = text_row(reader, windows[i][: length + 1], length, token_bytes)
                 else:
                     kwargs = dict(seed=args.seed, generate=args.generate)
-                    save(length, task_accuracy(reader, task, length, args.trials, **kwargs))
+                    row = task_accuracy(reader, task, length, args.trials, **kwargs)
+                done[length].append(row)
+                save()
             bar.update()
     bar.close()
+    save()
     print(f"wrote {args.out}")
 
 

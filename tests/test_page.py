@@ -193,7 +193,7 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
     keys = {"checkbox": Keys.SPACE, "range": Keys.ARROW_LEFT}
     for control, by_mouse in itertools.product(controls, (False, True)):
         name, kind = control.get_attribute("id"), control.get_attribute("type")
-        page.execute_script("set({...START, show: 'cycle'})")
+        page.execute_script("set({...START, show: 'fope'})")
         page.execute_script("arguments[0].scrollIntoView({block: 'center'})", control)
         before, drawn = state(page), page.execute_script(DRAWN)
         if by_mouse:  # not the middle of a slider, where its handle may be
@@ -208,7 +208,7 @@ def test_every_control_is_moved_by_keyboard_and_by_mouse(page):
         changed = {key for key, value in state(page).items() if value != before[key]}
         if kind in ("range", "checkbox"):
             assert changed == {name}
-        if name != "show_cycle":  # which is shown already
+        if name != "show_fope":  # which is shown already
             assert changed and page.execute_script(DRAWN) != drawn, name
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
 
