@@ -56,7 +56,7 @@ def main(argv=None):
     print(markdown([title, *(f"{a} to {b}" for a, b in columns)], lines))
     if args.to:
         past = slice(args.known // width, None)
-        for name in losses:
+        for name in [name for name in losses if name != args.to]:
             less = (losses[name] - losses[args.to])[:, past].mean(axis=1)
             each = ", ".join(f"{x:+.2f}" for x in less)
             print(f"{name} minus {args.to} past {args.known}, text by text: {each}")
