@@ -24,7 +24,7 @@ from evaluation import scaled_to
 from fope import POSITION_EMBEDDINGS, PositionError, RoPE, rotation_tables
 from model import GPT, GPTConfig
 from recipe import Recipe
-from tasks import FILLER, Passkey
+from tasks import FILLER, QUESTION, Passkey
 
 
 @pytest.fixture(scope="module")
@@ -318,10 +318,11 @@ def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
 def test_keys_have_five_digits_and_lie_anywhere(task):
     keys, depths, rng = [], [], np.random.default_rng(0)
     shortest = next(n for n in range(60, 999) if fits(task, n))
+    n_question = len(task.encode("\n" + QUESTION))
     for _ in range(500):
         tokens, n, distance = task.sample(shortest + 1000, rng)
         keys.append(int("".join(task.decode([t]) for t in tokens[-n:])))
-        depths.append((distance - len(task.question)) / 1000)  # of the filler, 1 at its start
+        depths.append((distance - n_question) / 1000)  # of the filler, 1 at its start
     assert len(set(keys)) > 450 and 10000 <= min(keys) < 12000 and 99500 < max(keys) < 100000
     assert set(np.histogram(depths, bins=10, range=(0, 1))[0]) <= set(range(30, 75))
 
