@@ -85,6 +85,24 @@ def untrained():
     return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
 
 
+REMEDIES = ["slow pairs", "YaRN", "NTK"]
+
+
+def removed():
+    """The share of RoPE's loss at 8192, above that with a window of 512, that a remedy removes."""
+    rows = [row for row in rows_of(["figure1", "untrained"]) if row["length"] == 8192]
+    losses = {}
+    for row in of_kind(rows, "perplexity"):
+        losses.setdefault(row["label"], {})[row["seed"]] = row["loss"]
+    as_it_is, window = losses["RoPE"], losses["RoPE, window of 512"]
+    lines = []
+    for name in REMEDIES:
+        read = losses[f"RoPE, {name} told the length"]
+        shares = [(as_it_is[s] - read[s]) / (as_it_is[s] - window[s]) for s in sorted(read)]
+        lines.append([f"{name} told the length", cell(shares, 100, 0), str(len(shares))])
+    return markdown(["% of the loss above a window that goes away", "at 8192", "models"], lines)
+
+
 def more():
     """The same labels after a tenth and after a quarter, and models without more training."""
     columns, rows, none = [], [], rows_of(["untrained"])
@@ -199,7 +217,7 @@ def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
-TABLES = (headline, summary, ngram, harms, untrained, more, sizes, cause)
+TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause)
 CITED = {function.__name__: function for function in TABLES}
 
 
