@@ -12,7 +12,9 @@ been read, and the same command goes on from there. Passkeys are asked by the mo
 
 import json
 import math
+import re
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +74,7 @@ class ChatPasskey(Passkey):
         return needles, self.question, answer
 
 
-def recipe_of(llama, folder):
+def recipe_of(llama, tokenizer):
     """What is evaluated, as a Recipe: its shape, its embedding and the length that it knows."""
     config = llama.config
     shape = dict(n_layer=config.num_hidden_layers, n_head=config.num_attention_heads)
@@ -80,7 +82,21 @@ def recipe_of(llama, folder):
     shape |= dict(theta=config.rope_parameters["rope_theta"], vocab_size=config.vocab_size)
     swap = getattr(config, "swap", None)
     swap = swap or {"pos": "rope", "train_len": config.max_position_embeddings}
-    return Recipe(preset="", data="", tokenizer=str(folder), **shape, **swap)
+    tokens = "\n".join(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    name = f"llama {sha256(tokens.encode()).hexdigest()[:16]}"  # the same in each fine-tuned folder
+    return Recipe(preset="", data="", tokenizer=name, **shape, **swap)
+
+
+def bytes_of_tokens(tokenizer):
+    """
+    (vocab_size,): a byte-level tokenizer, as SmolLM's is, writes each byte as one letter. One of
+    SentencePiece, as Llama 2's is, spells letters, a blank as ▁ and a lone byte as <0x0A>.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    if "<0x0A>" in tokens:
+        spelled = (re.sub("<0x..>", " ", token).replace("▁", " ") for token in tokens)
+        tokens = [token.encode() for token in spelled]
+    return np.array([len(token) for token in tokens])
 
 
 def read_windows(path, tokenizer, length, n_windows):
@@ -142,15 +158,13 @@ def main(argv=None):
     reader = Reader(llama.to(device))
     changes = {"rope_scaling": args.rope_scaling, "pos_args": args.pos_args}
     changes = {name: value for name, value in changes.items() if value}
-    recipe = recipe_of(llama, args.model).read_with(lengths=args.lengths, **changes)
+    recipe = recipe_of(llama, tokenizer).read_with(lengths=args.lengths, **changes)
     lengths = parse_lengths(recipe.lengths, recipe.train_len)
     result = {"kind": args.kind, "label": args.label, "recipe": asdict(recipe)}
     if args.kind == "perplexity":
         result |= {"data": str(args.data), "data_sha256": common.file_sha256(args.data)}
         windows = read_windows(args.data, tokenizer, lengths[-1], args.windows)
-        # a byte-level tokenizer, as SmolLM's is, writes each byte as one letter
-        letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        token_bytes = np.array([len(token) for token in letters])
+        token_bytes = bytes_of_tokens(tokenizer)
     elif not tokenizer.chat_template:
         raise Refused(f"the tokenizer of {args.model} has no chat template to ask a passkey by")
     else:

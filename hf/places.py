@@ -21,13 +21,36 @@ from rows import markdown
 ENDS = [0, 2048, 4096, 8192, 9216, 10240, 12288, 16384]  # of the columns, in tokens
 
 
-def losses_by_place(path):
-    """The mean loss of each 128th part of each window, (windows, 128), and their length."""
-    read = read_json(path).get("read", {})
-    if len(read) != 1:
-        raise Refused(f"{path} is no result of one length of hf.evaluate perplexity")
-    ((length, rows),) = read.items()
-    return np.array([row["by_position"] for row in rows]), int(length)
+def read_places(paths):
+    """
+    {name of the file: the mean loss of each 128th part of each text, (texts, 128)} of the texts
+    that all files have, and the length in tokens. Refused where texts or lengths differ.
+    """
+    losses, about = {}, set()
+    for path in paths:
+        result = read_json(path)
+        read = result.get("read", {})
+        if len(read) != 1 or path.stem in losses:
+            raise Refused(f"{path} is no result of one length, or its name comes twice")
+        ((length, rows),) = read.items()
+        losses[path.stem] = np.array([row["by_position"] for row in rows])
+        about.add((int(length), result["data_sha256"]))
+    if len(about) > 1:
+        raise Refused("the results have read different texts, or texts of different lengths")
+    n_texts = min(map(len, losses.values()))
+    return {name: by_place[:n_texts] for name, by_place in losses.items()}, about.pop()[0]
+
+
+def places_table(losses, length):
+    """Markdown: a row for each file, a column for each part of the text, in nats per token."""
+    width = length // 128  # tokens of a part
+    columns = [(a, b) for a, b in pairwise(ENDS) if b <= length]
+    lines = []
+    for name, by_place in losses.items():
+        means = (by_place[:, a // width : b // width].mean() for a, b in columns)
+        lines.append([spelled(name), *(f"{mean:.2f}" for mean in means)])
+    title = f"nats per token, {len(by_place)} texts"
+    return markdown([title, *(f"{a} to {b}" for a, b in columns)], lines)
 
 
 def spelled(name):
@@ -42,20 +65,10 @@ def main(argv=None):
     add("--known", type=int, default=8192, help="the length in tokens that the model knows")
     add("--out", type=Path, help="picture to draw")
     args = parser.parse_args(argv)
-    read = {path.stem: losses_by_place(path) for path in args.results}
-    (length,) = {length for _, length in read.values()}
-    n_texts = min(len(by_place) for by_place, _ in read.values())
-    losses = {name: by_place[:n_texts] for name, (by_place, _) in read.items()}
-    width = length // 128  # tokens of a part
-    columns = [(a, b) for a, b in pairwise(ENDS) if b <= length]
-    lines = []
-    for name, by_place in losses.items():
-        means = (by_place[:, a // width : b // width].mean() for a, b in columns)
-        lines.append([spelled(name), *(f"{mean:.2f}" for mean in means)])
-    title = f"nats per token, {n_texts} texts"
-    print(markdown([title, *(f"{a} to {b}" for a, b in columns)], lines))
+    losses, length = read_places(args.results)
+    print(places_table(losses, length))
     if args.to:
-        past = slice(args.known // width, None)
+        past = slice(args.known * 128 // length, None)
         for name in [name for name in losses if name != args.to]:
             less = (losses[name] - losses[args.to])[:, past].mean(axis=1)
             each = ", ".join(f"{x:+.2f}" for x in less)

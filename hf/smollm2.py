@@ -64,6 +64,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not (args.out or args.texts):
         raise Refused("give --out, --texts or both")
+    if args.pos_args and not args.pos:
+        raise Refused("--pos_args are those of --pos, which is not given")
     if args.out:
         write_model(args.out, args.pos, args.pos_args)
     if args.texts:

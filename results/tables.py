@@ -25,10 +25,11 @@ from named import SEEDS, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
+from hf.places import places_table, read_places  # noqa: E402
 from rows import NAMES as EMBEDDINGS  # noqa: E402
 from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
-TEXTS = [ROOT / "README.md", *(RESULTS / f"{n}.md" for n in ("README", "APPENDIX", "TABLES"))]
+TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md", *(RESULTS / f"{n}.md" for n in ("README", "APPENDIX", "TABLES"))]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]
@@ -217,7 +218,22 @@ def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
+def places(study):
+    """The loss of SmolLM2 by place in a long text, of the files of a study in names.toml."""
+    names = NAMES["places"][study]
+    return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
+
+
+def places_untrained():
+    return places("untrained")
+
+
+def places_tuned():
+    return places("tuned")
+
+
 TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause)
+TABLES += (places_untrained, places_tuned)
 CITED = {function.__name__: function for function in TABLES}
 
 

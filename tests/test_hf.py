@@ -436,7 +436,7 @@ def test_places_are_means_over_texts_and_differences_text_by_text(tmp_path, caps
     a[1, 64:] += 1.5  # past 8,192, in the second text alone
     for name, losses in (("as_it_is", a), ("window", b)):
         read = {"16384": [{"by_position": row.tolist()} for row in losses]}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"read": read}))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"read": read, "data_sha256": "0"}))
     paths = [str(tmp_path / f"{name}.json") for name in ("as_it_is", "window")]
     hf.places.main([*paths, "--to", "window", "--out", str(tmp_path / "places.png")])
     said = capsys.readouterr().out

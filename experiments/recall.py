@@ -1,0 +1,112 @@
+"""
+Does a model use what stands far back? A passage of a text comes again: what does it cost then?
+
+    python train.py --preset tiny --data data/bpe --task experiments.recall.Random \
+        --task_share 1 --tokens 4096000 --out runs_out/warm
+    python train.py --init_from runs_out/warm --task experiments.recall.Recall --task_share 1 \
+        --tokens 4096000 --out runs_out/reader
+    python experiments/recall.py runs_out/reader
+
+A trial is a held-out text in which a passage of PASSAGE tokens stands somewhere, and again at the
+end. Its first CUE tokens tell which passage it is; the loss of the others is compared with their
+loss at the first place, in four bins of distance. A model that reads pays at most half.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tasks import Passkey  # noqa: E402
+
+PASSAGE, CUE = 32, 8
+
+
+class Recall(Passkey):
+    """A text that repeats passages of itself; see Passkey for what a task has."""
+
+    def __init__(self, encode, read):
+        self.read = read
+
+    def text(self, n, rng):
+        return self.read(n, rng)
+
+    def sample(self, length, rng):
+        """(tokens, tokens to predict, distance from their first place): the second copy is last."""
+        text = self.text(length - PASSAGE, rng)
+        start = int(rng.integers(len(text) - PASSAGE + 1))
+        tokens = np.append(text, text[start : start + PASSAGE])
+        return tokens, PASSAGE - CUE, len(text) - start
+
+    def document(self, length, rng, eot):
+        """Pieces of 8 to 64 tokens: half of them a text that goes on, half of what came before."""
+        text, n_read = self.text(length + 1, rng), 64
+        tokens = text[:n_read]
+        while len(tokens) <= length:
+            n = int(rng.integers(8, 65))
+            if rng.random() < 0.5:
+                start = int(rng.integers(len(tokens) - n + 1))
+                tokens = np.append(tokens, tokens[start : start + n])
+            else:
+                tokens, n_read = np.append(tokens, text[n_read : n_read + n]), n_read + n
+        return tokens[: length + 1]
+
+
+class Random(Recall):
+    """The same of random tokens, each as frequent as another: only copying helps to predict them."""
+
+    def text(self, n, rng):
+        return rng.choice(np.unique(self.read(8 * n, rng)), n)
+
+
+def costs(model, task, length, n_trials, seed):
+    """Nats per token of a passage at its first place and its second, and their distance: (N,)."""
+    from data import window_loss
+
+    rngs = (np.random.default_rng((seed, i)) for i in range(n_trials))
+    samples = [task.sample(length, rng) for rng in rngs]
+    # (N, length - 1): the loss of token i + 1 stands at i
+    losses = window_loss(model, np.stack([tokens for tokens, *_ in samples]), length - 1)
+    _, n, distances = map(np.array, zip(*samples, strict=True))
+    n = n[0]
+    ends = length - 1 - distances  # of the first copy, as the second's end is length - 1
+    first = np.array([row[end - n : end].mean() for row, end in zip(losses, ends, strict=True)])
+    return first, losses[:, -n:].mean(axis=1), distances
+
+
+def main():
+    from shared import Parser, save
+
+    from checkpoint import load_checkpoint
+    from data import TokenData, load_tokenizer
+
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="+", help="folders of train.py")
+    parser.add_argument("--trials", type=int, default=200)
+    args = parser.parse_args()
+    results = []
+    for run in args.runs:
+        model, *_ = load_checkpoint(run)
+        recipe = model.config
+        held_out = TokenData(recipe.data, "val")
+        tasks = {"text": Recall, "random": Random}
+        found = {"run": run, "recipe": vars(recipe)}
+        for name, kind in tasks.items():
+            task = kind(load_tokenizer(recipe.tokenizer, run).encode_ordinary, held_out.excerpt)
+            first, second, distance = costs(model, task, recipe.train_len, args.trials, seed=0)
+            bins = np.array_split(np.argsort(distance), 4)
+            found[name] = [
+                dict(distance=int(distance[b].mean()), first=first[b].mean(), second=second[b].mean())
+                for b in bins
+            ]
+            for row in found[name]:
+                print(f"{run} {name}: {row['distance']} back, {row['first']:.2f} -> {row['second']:.2f}")
+        results.append(found)
+    save({"trials": args.trials, "models": results}, args.out, "recall")
+
+
+if __name__ == "__main__":
+    from common import one_sentence_errors
+
+    one_sentence_errors(main)()
