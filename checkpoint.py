@@ -46,9 +46,13 @@ def load_checkpoint(folder, device="cpu"):
     path = Path(folder) / "checkpoint.pt"
     if not path.exists():
         raise Refused(f"there is no checkpoint in {folder}")
-    with zipfile.ZipFile(path) as archive:  # torch.save writes one, with checksums
-        if damaged := archive.testzip():
-            raise Refused(f"{path} is damaged: {damaged} has another checksum")
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.save writes one, with checksums
+            damaged = archive.testzip()
+    except zipfile.BadZipFile as e:  # half of a copy, for example
+        damaged = e
+    if damaged:
+        raise Refused(f"{path} is damaged: {damaged}")
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     about = dict(state["config"])
     recipe = Recipe(**about.pop("recipe"))
