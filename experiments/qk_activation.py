@@ -3,10 +3,10 @@ Do the frequencies under the floor hold larger queries and keys? (appendix A.1 a
 
     python experiments/qk_activation.py runs_out/tiny/text/{rope,fope}_s{1,2,3}      a minute
 
-Reads 1000 random tokens, as the paper does, and averages |q| and |k| before the rotation over
-tokens and heads: one number per layer and dimension. Dimension i turns with i + head_dim/2; the
-pairs whose frequency is under 2 pi / train_len are marked. Look at: whether the marked dimensions
-are brighter, and by what factor. The figure has the first model of each embedding, on one scale.
+Reads 1000 random tokens, as the paper does, and takes the magnitude of the mean query and key over
+them, before the rotation: one number per layer and dimension, a mean over the heads. Dimension i
+turns with i + head_dim/2; the pairs whose frequency is under 2 pi / train_len are marked. Look at:
+whether the marked dimensions are brighter, and by what factor. The figure has the first model of each embedding, on one scale.
 """
 
 import math
@@ -21,7 +21,7 @@ from rows import NAMES
 
 
 def mean_activation(model, n_tokens):
-    """|q| and |k| averaged over random tokens and heads: two (n_layer, head_dim)."""
+    """The magnitude of the mean q and k over random tokens: two (n_layer, head_dim)."""
     c = model.config
     shape = (math.ceil(n_tokens / c.train_len), c.train_len)
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def mean_activation(model, n_tokens):
             module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     with torch.no_grad():
         model.eval()(tokens)
-    means = torch.stack([x.abs().mean(dim=(0, 1, 2)) for x in outputs])
+    means = torch.stack([x.mean(dim=(0, 2)).abs().mean(dim=0) for x in outputs])
     return means[::2], means[1::2]
 
 
@@ -53,7 +53,7 @@ def measure(run, n_tokens):
 
 
 def draw(models):
-    """A column for each model: |q| above, |k| below; a row is a layer."""
+    """A column for each model: queries above, keys below; a row is a layer."""
     shape = dict(figsize=(5.2 * len(models), 4.2), sharex=True, squeeze=False)
     fig, axes = plt.subplots(2, len(models), layout="constrained", **shape)
     scale = dict(vmin=0, vmax=max(max(map(max, m[name])) for m in models for name in "qk"))
@@ -67,7 +67,7 @@ def draw(models):
             ratio = f"under the floor {m[f'ratio_{name}']:.2f} times the others"
             ax.set_title(f"{NAMES.get(m['pos'], m['pos'])}, {name}: {ratio}", fontsize=10)
         column[1].set_xlabel("dimension of a head; boxes: under the floor")
-    fig.colorbar(image, ax=axes, label="mean |q|, mean |k|")
+    fig.colorbar(image, ax=axes, label="magnitude of the mean")
     return fig
 
 

@@ -26,6 +26,8 @@ PASSAGE, CUE = 32, 8
 class Recall(Passkey):
     """A text that repeats passages of itself; see Passkey for what a task has."""
 
+    copied = 0.5  # of the pieces of a document
+
     def __init__(self, encode, read):
         self.read = read
 
@@ -40,12 +42,12 @@ class Recall(Passkey):
         return tokens, PASSAGE - CUE, len(text) - start
 
     def document(self, length, rng, eot):
-        """Pieces of 8 to 64 tokens: half of them a text that goes on, half of what came before."""
+        """Pieces of 8 to 64 tokens: of what came before, or a text that goes on."""
         text, n_read = self.text(length + 1, rng), 64
         tokens = text[:n_read]
         while len(tokens) <= length:
             n = int(rng.integers(8, 65))
-            if rng.random() < 0.5:
+            if rng.random() < self.copied:
                 start = int(rng.integers(len(tokens) - n + 1))
                 tokens = np.append(tokens, tokens[start : start + n])
             else:
@@ -55,6 +57,8 @@ class Recall(Passkey):
 
 class Random(Recall):
     """The same of random tokens, each as frequent as another: only copying helps to predict them."""
+
+    copied = 0.8
 
     def text(self, n, rng):
         return rng.choice(np.unique(self.read(8 * n, rng)), n)
