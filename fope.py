@@ -286,8 +286,14 @@ class RoPE(PositionEmbedding):
         self.cos = self.sin = None
 
     def _apply(self, fn, recurse=True):
-        self.forget_tables()  # to another device
-        return super()._apply(fn, recurse)
+        """To another device, but to no other dtype: rounded frequencies would turn other angles."""
+        self.forget_tables()
+
+        def in_fp32(tensor):
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(in_fp32, recurse)
 
 
 # --- FoPE as a module, with what the released code does otherwise

@@ -241,9 +241,10 @@ def check_pos(config):
         with torch.random.fork_rng(devices=[]):
             make_pos(config)
     except (PositionError, TypeError) as e:
-        if isinstance(e, TypeError) and "keyword argument" not in str(e):
+        has_words = any(isinstance(value, str) for value in config.pos_args.values())  # sigma=0,3
+        if isinstance(e, TypeError) and "keyword argument" not in str(e) and not has_words:
             raise
-        raise Refused(f"position embedding {config.pos}: {e}") from None
+        raise Refused(f"position embedding {config.pos} with {config.pos_args}: {e}") from None
 
 
 # --- as flags

@@ -108,6 +108,8 @@ def test_rotation_is_computed_in_fp32_and_returned_in_the_dtype():
     assert half.dtype == torch.bfloat16
     exact = pos.rotate(q.bfloat16().float(), k.float())[0]
     assert torch.equal(half, exact.bfloat16())
+    whole = pos.rotate(q, k)[0]
+    assert torch.equal(pos.bfloat16().rotate(q, k)[0], whole)  # its frequencies are not rounded
 
 
 # --- ALiBi

@@ -76,6 +76,11 @@ def test_what_an_embedding_does_not_take_is_refused_with_a_sentence(changes, wor
     refuses(lambda _: recipe.check(), [], word)
 
 
+def test_a_word_in_the_place_of_a_number_is_refused():
+    config = GPTConfig(pos="fope", pos_args={"sigma": "0,3"}, **SHAPE)
+    refuses(lambda _: check_pos(config), [], "sigma", "0,3")
+
+
 def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
     state = torch.get_rng_state()
     for pos_args in (
