@@ -108,7 +108,7 @@ def rows_of(result):
 # --- labels
 
 # An embedding's label has its keywords, and these fields. All other fields are in it where the
-# models differ, the last ones only if nothing else differs. A field's default is in no label.
+# models differ, the last ones only if nothing else differs. A default of OWN is in no label.
 OWN = ("theta", "qk_norm", "init_from")
 LAST = ("tokenizer", "task_share", "trained_on", "warmup_steps", "preset", "vocab_size")
 NEVER = {"pos", "seed", *MAY_CHANGE}
@@ -133,7 +133,8 @@ def add_labels(models):
         parts = [NAMES.get(model["pos"], model["pos"])]
         for name in shown:
             value = model["data"] if name == "trained_on" else model.get(name)
-            if value not in (None, "", getattr(Recipe, name, None)):
+            is_default = name in (*keywords, *OWN) and value == getattr(Recipe, name, None)
+            if value not in (None, "") and not is_default:
                 parts.append(words(name, value))
         model["label"] = ", ".join(parts)
     for model in models:

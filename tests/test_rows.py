@@ -52,19 +52,17 @@ def test_an_embeddings_settings_are_always_in_its_label_and_others_where_they_di
     of_own = [
         result("fope", pos_args={"sigma": 0}),
         result("rope", theta=93.9, lr=1e-3),
-        result("rope", qk_norm=True, weight_decay=0.0),
+        result("rope", qk_norm=True),
         result("rope", rope_scaling={"kind": "yarn", "temperature": True, "original_len": 128}),
-        result("mine.Class", lr=1e-3),
         result("nope", init_from="runs_out/x/nope_s0"),
     ]
     assert labels(read(of_own[0])) == ["FoPE, sigma=0"]
     assert labels(read(*of_own)) == [
-        "NoPE, init_from=nope",
-        "RoPE, kind=yarn, temperature",
-        "RoPE, qk_norm, weight_decay=0",
+        "NoPE, init_from=nope, lr=0.0006",
+        "RoPE, kind=yarn, temperature, lr=0.0006",
+        "RoPE, qk_norm, lr=0.0006",
         "RoPE, theta=93.9, lr=0.001",
-        "FoPE, sigma=0",
-        "mine.Class, lr=0.001",
+        "FoPE, sigma=0, lr=0.0006",
     ]
 
 
