@@ -42,13 +42,13 @@ class Recall(Passkey):
         return tokens, PASSAGE - CUE, len(text) - start
 
     def document(self, length, rng, eot):
-        """Pieces of 8 to 64 tokens: of what came before, or a text that goes on."""
-        text, n_read = self.text(length + 1, rng), 64
-        tokens = text[:n_read]
+        """Pieces of 4 tokens to an eighth of it: of what came before, or a text that goes on."""
+        text, longest = self.text(length + 1, rng), length // 8
+        tokens, n_read = text[:longest], longest
         while len(tokens) <= length:
-            n = int(rng.integers(8, 65))
+            n = int(rng.integers(4, longest + 1))
             if rng.random() < self.copied:
-                start = int(rng.integers(len(tokens) - n + 1))
+                start = int(rng.integers(max(1, len(tokens) - n + 1)))
                 tokens = np.append(tokens, tokens[start : start + n])
             else:
                 tokens, n_read = np.append(tokens, text[n_read : n_read + n]), n_read + n
