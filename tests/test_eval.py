@@ -16,7 +16,6 @@ import eval_passkey
 import eval_perplexity
 import prepare_data
 import train
-from checkpoint import load_checkpoint, save_checkpoint
 from common import Refused
 from data import TokenData, load_tokenizer, window_loss
 from eval_passkey import task_accuracy, wilson_interval
@@ -57,7 +56,7 @@ def read(path):
 # --- perplexity
 
 
-@pytest.mark.parametrize("length", [7, 16, 100])
+@pytest.mark.parametrize("length", [7, 100])
 def test_window_loss_is_brute_force(length, pos_name):
     """One window and one token at a time: no window sees another, and only whole ones count."""
     model = small(pos_name)
@@ -75,17 +74,6 @@ def test_window_loss_is_brute_force(length, pos_name):
     pieces = np.stack((tokens[: length + 1], tokens[length : 2 * length + 1]))
     two = window_loss(model, tokens[: 2 * length + 1], length)
     assert window_loss(model, pieces, length) == pytest.approx(two, rel=1e-4)
-
-
-def test_evaluation_leaves_mode_and_random_state_alone(task):
-    model = small("rope", vocab_size=512)
-    state = torch.get_rng_state()
-    for training in (True, False):
-        model.train(training)
-        window_loss(model, np.arange(101) % 128, 10)
-        first, second = (task_accuracy(model, task, 700, 2) for _ in range(2))
-        assert model.training == training and first == second
-        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(checkpoint, data_folder, tmp_path):
@@ -108,7 +96,7 @@ def test_bits_per_byte_are_all_bits_over_the_bytes_of_the_text(checkpoint, data_
         assert row["bits_per_byte"] == pytest.approx(bits / n_bytes)
 
 
-def test_perplexity_command(checkpoint, tmp_path, capsys):
+def test_perplexity_command(checkpoint, tmp_path):
     out = tmp_path / "r.json"
     evaluate(eval_perplexity, checkpoint, "--lengths", "32,48,96,100000", "--out", out)
     result = read(out)
@@ -120,8 +108,6 @@ def test_perplexity_command(checkpoint, tmp_path, capsys):
     assert {"command", "commit", "hardware", "software", "trained_on"} <= set(result)
     trained = read(checkpoint / "config.json")["recipe"]
     assert result["recipe"] == trained | {"lengths": "32,48,96,100000"} and result["step"] == 20
-    captured = capsys.readouterr()
-    assert "length 100,000 is skipped" in captured.err and "96 (3x)" in captured.out
 
 
 def test_the_loss_is_kept_by_position_and_by_window(checkpoint, tmp_path):
@@ -147,51 +133,30 @@ def test_what_is_asked_by_default_is_the_recipes(data_folder, tmp_path):
     result = read(run / "passkey.json")
     assert [(n, row["trials"]) for n, row in result["lengths"].items()] == [("256", 3), ("300", 3)]
     assert result["trial_seed"] == 5
-    # and flags change each of them
-    more = ["--lengths=9x", "--trials=4", "--seed=6", "--out", tmp_path / "r.json"]
-    evaluate(eval_passkey, run, *more)
-    result = read(tmp_path / "r.json")
-    assert result["trial_seed"] == 6 and list(result["lengths"]) == ["288"]
-    assert result["lengths"]["288"]["trials"] == 4
-    more = ["--lengths=1x", "--max_tokens=65", "--out", tmp_path / "p.json"]
-    evaluate(eval_perplexity, run, *more)
-    assert read(tmp_path / "p.json")["lengths"]["32"]["tokens"] == 64
 
 
-def test_frequencies_can_be_lowered_for_an_evaluation(checkpoint, tmp_path):
-    """YaRN and interpolation change what is read far out, and the result says which it was."""
-    out, losses, yarn = tmp_path / "r.json", [], {"kind": "yarn", "factor": 4, "original_len": 32}
-    argv = [checkpoint, "--lengths", "32,256", "--out", out]
-    for flags, scaling in (
-        ([], None),
-        (["--rope_scaling", "factor=4"], yarn),
-        (["--rope_scaling", "kind=interpolate", "factor=4"], yarn | {"kind": "interpolate"}),
-    ):
-        evaluate(eval_perplexity, *argv, *flags, "--label=x")
-        result = read(out)
-        out.unlink()  # or the next one, of another embedding, would be refused
-        recipe = result["recipe"]
-        assert (recipe["rope_scaling"], recipe["pos_args"], result["label"]) == (scaling, {}, "x")
-        losses.append(result["lengths"]["256"]["loss"])
-    assert len(set(losses)) == 3
-    for flag in ("factor=1", "kind=none"):
-        words = "as it does without"
-        refuses(eval_perplexity.main, [*argv, "--rope_scaling", flag], words)
-
-
-def test_without_a_factor_frequencies_are_scaled_to_each_length(data_folder, tmp_path):
-    """At 32, the training length, nothing changes; at 256 the factor is 8."""
+def test_frequencies_can_be_lowered_for_an_evaluation(data_folder, tmp_path):
+    """
+    Without a factor they are scaled to each length: at 32, the training length, nothing changes; at
+    256 the factor is 8. The result says how it was read.
+    """
     run = run_training(data_folder, tmp_path / "run", "--pos=rope", "--lengths=32,256")
-    told, rows = ["--rope_scaling", "kind=ntk"], []
+    told, results = ["--rope_scaling", "kind=ntk"], []
     for number, flags in enumerate(([], told, [*told, "factor=8"])):
         out = tmp_path / f"{number}.json"
-        evaluate(eval_perplexity, run, "--out", out, *flags)
-        rows.append(read(out)["lengths"])
-    plain, told_rows, fixed = rows
+        evaluate(eval_perplexity, run, "--out", out, "--label=x", *flags)
+        results.append(read(out))
+    ntk = {"kind": "ntk", "original_len": 32}
+    scalings = [result["recipe"]["rope_scaling"] for result in results]
+    assert scalings == [None, ntk, ntk | {"factor": 8}] and results[1]["label"] == "x"
+    plain, told_rows, fixed = (result["lengths"] for result in results)
     assert told_rows["256"]["factor"] == 8 and "factor" not in fixed["256"]
     assert told_rows["256"]["loss"] == fixed["256"]["loss"] != plain["256"]["loss"]
     assert told_rows["32"]["factor"] == 1
     assert plain["32"]["loss"] == told_rows["32"]["loss"] != fixed["32"]["loss"]
+    for flag in ("factor=1", "kind=none"):
+        argv = [run, "--out", tmp_path / "same.json", "--rope_scaling", flag]
+        refuses(eval_perplexity.main, argv, "as it does without")
     refuses(train.main, ["--init_from", run, "--out", tmp_path / "new", *told], "factor")
 
 
@@ -203,60 +168,47 @@ def test_the_factor_is_of_the_length_at_which_the_frequencies_were_learned():
     assert scaled_to(model, 8)[1] == {"factor": 1.0}
 
 
-class OnlyShort(RoPE):
-    """As learned positions would: it cannot read more than twice its training length."""
-
-    def rotate(self, q, k):
-        if q.size(-2) > 2 * self.train_len:
-            raise PositionError(f"{q.size(-2)} positions, of which only some were learned")
-        return super().rotate(q, k)
-
-
 class Deaf(RoPE):
-    """It makes its tables without scale, and has an attention without a window."""
+    """
+    It makes its tables without scale, and has an attention without a window. As learned positions
+    would, it cannot read more than twice its training length.
+    """
 
     def make_tables(self, T):
+        if 2 * self.train_len < T:
+            raise PositionError(f"{T} positions, of which only some were learned")
         return rotation_tables(self.freqs.cpu(), T)
 
     def attend(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("flags", [["--pos_args", "window=9"], ["--rope_scaling", "kind=yarn"]])
-def test_a_change_without_effect_is_refused(data_folder, tmp_path, monkeypatch, flags):
-    """It would give a name to the number of the model as it was trained."""
+def test_of_an_embedding_of_ones_own_what_it_cannot_do_is_not_measured(
+    data_folder, tmp_path, monkeypatch
+):
+    """
+    A length that it cannot read is skipped. A change without effect is refused: it would give a
+    name to the number of the model as it was trained.
+    """
     monkeypatch.setitem(POSITION_EMBEDDINGS, "deaf", Deaf)
-    run = run_training(data_folder, tmp_path / "run", "--pos=deaf", "--stop_at=1")
-    argv = [run, "--lengths=1x", *flags, "--out", tmp_path / "r.json"]
-    refuses(eval_perplexity.main, argv, "deaf", "as it does without")
-
-
-def test_a_length_that_an_embedding_cannot_read_is_skipped(data_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(POSITION_EMBEDDINGS, "short", OnlyShort)
-    run = run_training(data_folder, tmp_path / "run", "--pos=short", "--lengths=32,64,128")
+    flags = ["--pos=deaf", "--lengths=32,64,128", "--stop_at=1"]
+    run = run_training(data_folder, tmp_path / "run", *flags)
     evaluate(eval_perplexity, run)
     result = read(run / "perplexity.json")
     assert list(result["lengths"]) == ["32", "64"] and "only some" in result["skipped"]["128"]
+    argv = [run, "--lengths=1x", "--out", tmp_path / "r.json"]
+    for flags in (["--pos_args", "window=9"], ["--rope_scaling", "kind=yarn"]):
+        refuses(eval_perplexity.main, [*argv, *flags], "deaf", "as it does without")
 
 
-def test_a_changed_embedding_is_refused_where_it_does_not_fit(checkpoint, tmp_path):
-    out = tmp_path / "r.json"
-    for flags, words in (
-        (["--rope_scaling", "factor=0.5"], "factor"),
-        # a trained FoPE keeps its coefficients
-        (["--pos_args", "sigma=0.9"], "sigma 0.9"),
-        (["--pos_args", "gamma=3"], "gamma"),
-    ):
-        refuses(eval_perplexity.main, [checkpoint, "--out", out, *flags], words)
-    assert not out.exists()
-    # nor may it take the place of the trained one's result
+def test_a_changed_embedding_does_not_take_the_place_of_the_trained_one(checkpoint):
     for main in (eval_perplexity.main, eval_passkey.main):
         refuses(main, [checkpoint, "--rope_scaling", "factor=2"], "--out")
     assert not list(checkpoint.glob("p*.json"))
 
 
 def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(
-    checkpoint, tmp_path, monkeypatch, capsys
+    checkpoint, tmp_path, monkeypatch
 ):
     """A bug is no length that does not fit."""
     losses, out = np.ones((1, 32)), tmp_path / "r.json"
@@ -274,7 +226,6 @@ def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(
     evaluate(eval_perplexity, *argv)
     result = read(out)
     assert list(result["lengths"]) == ["32"] and result["skipped"] == {"64": "out of memory"}
-    assert "length 64 is skipped: out of memory" in capsys.readouterr().err
     for loss in (1000, math.nan):
         losses[:] = loss
         refuses(eval_perplexity.main, argv, "has diverged")
@@ -293,7 +244,7 @@ What is the pass key? The pass key is {key}"""
 
 
 @pytest.mark.parametrize("name", ["bpe:512", "byte", "gpt2"])
-@pytest.mark.parametrize("length", [600, 801, 2048])
+@pytest.mark.parametrize("length", [600, 801])
 def test_prompt_is_yarns_and_has_exactly_the_length(name, length, data_folder):
     if name == "gpt2":
         need_gpt2()
@@ -402,18 +353,14 @@ def test_a_trial_is_measured_by_its_own_answer(task):
     assert got["answer_nll"] == pytest.approx(np.mean(nll), rel=1e-4)
 
 
-def test_passkey_command(checkpoint, tmp_path, capsys):
-    out, again = tmp_path / "r.json", tmp_path / "again.json"
-    flags = ["--lengths", "64,256,300", "--trials", "5"]
+def test_passkey_command(checkpoint, tmp_path):
+    out, flags = tmp_path / "r.json", ["--lengths", "64,256,300", "--trials", "5"]
     evaluate(eval_passkey, checkpoint, *flags, "--out", out)
     result = read(out)
     assert list(result["lengths"]) == ["256", "300"]
     assert "too many for 64" in result["skipped"]["64"]
-    assert "length 64 is skipped: the prompt has" in capsys.readouterr().err
     assert (result["recipe"]["task"], result["recipe"]["task_share"]) == ("", 0.0)
     assert result["kind"] == "passkey" and result["lengths"]["256"]["trials"] == 5
-    evaluate(eval_passkey, checkpoint, *flags, "--out", again)
-    assert read(again)["lengths"] == result["lengths"]
 
 
 def test_wilson_interval():
@@ -424,14 +371,6 @@ def test_wilson_interval():
 
 
 # --- refusals
-
-
-@pytest.mark.parametrize("main", [eval_perplexity.main, eval_passkey.main])
-def test_bad_arguments_are_refused_with_a_sentence(main, checkpoint, tmp_path):
-    refuses(main, ["nowhere"], "nowhere")
-    for flags in (["--lengths", "128,x"], ["--device", "gpu"], ["--length", "128"]):
-        refuses(main, [checkpoint, *flags, "--out", tmp_path / "r.json"], flags[1])
-    assert not (tmp_path / "r.json").exists()
 
 
 def test_a_result_takes_the_place_of_one_of_its_own_run_and_kind_alone(run, tmp_path):
@@ -449,10 +388,6 @@ def test_a_result_takes_the_place_of_one_of_its_own_run_and_kind_alone(run, tmp_
     refuses(eval_perplexity.main, [run, *short, *changed, "--out", out], "--out")
     out.write_bytes(re.sub(rb'"n_layer": \d', b'"n_layer": 8', before))
     refuses(eval_perplexity.main, [run, *short, "--out", out], "--out")
-    out.write_bytes(before)
-    for script in (eval_perplexity, eval_passkey):
-        refuses(script.main, [run, *short, "--out", run / "config.json"], "config.json")
-    assert out.read_bytes() == before and (run / "checkpoint.pt").stat().st_size > 1000
 
 
 def test_text_that_may_have_been_trained_on_is_not_read_as_held_out(tmp_path):
@@ -470,13 +405,10 @@ def test_text_that_may_have_been_trained_on_is_not_read_as_held_out(tmp_path):
     assert [path.name for path in run.glob("p*.json")] == ["perplexity_data.json"]
 
 
-def test_another_tokenizer_is_refused(checkpoint, run, tmp_path):
+def test_another_tokenizer_is_refused(run, tmp_path):
     argv = ["--source", write_text(tmp_path / "t"), "--tokenizer", "byte", "--val_frac", "0.3"]
     evaluate(prepare_data, *argv, "--out", tmp_path / "d")
     words = "tokenizer bpe:512", "byte"
-    refuses(eval_perplexity.main, [checkpoint, "--data", tmp_path / "d"], *words)
-    untold = tmp_path / "untold"
-    save_checkpoint(untold, load_checkpoint(checkpoint)[0])  # from a notebook, say
-    refuses(eval_passkey.main, [untold], str(untold))
-    (run / "tokenizer.tiktoken").unlink()
-    refuses(eval_passkey.main, [run], "tokenizer.tiktoken")
+    refuses(eval_perplexity.main, [run, "--data", tmp_path / "d"], *words)
+    (run / "tokenizer.tiktoken").write_text("IQ== 0\n")
+    refuses(eval_passkey.main, [run], "is not the file that the tokens were made with")
