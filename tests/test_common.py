@@ -1,12 +1,8 @@
-"""What the scripts share: flags, errors in one sentence, files, where a result comes from."""
+"""What the scripts share: errors in one sentence, files, where a result comes from."""
 
-import os
-import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,52 +10,24 @@ import torch
 from conftest import refuses
 
 import common
-import eval_passkey
-import eval_perplexity
-import evaluation
-import prepare_data
-import train
-from common import Refused, git_commit, read_json, write_atomically, write_json
-from recipe import Recipe
+from common import git_commit, read_json, write_json
 
-# --- command lines
-
-
-@pytest.mark.parametrize("script", [prepare_data, train, eval_perplexity, eval_passkey])
-def test_help_has_every_flag_with_its_default(script, capsys):
-    with pytest.raises(SystemExit) as info:
-        script.main(["--help"])
-    text = capsys.readouterr().out
-    assert info.value.code == 0 and text.count(script.__doc__.strip()) == 1
-    shared = [evaluation] if script in (eval_perplexity, eval_passkey) else []
-    code = "".join(Path(module.__file__).read_text() for module in (script, *shared))
-    flags = set(re.findall(r'add\("(--\w+)"', code))
-    if script is train:
-        flags |= {f"--{f.name}" for f in fields(Recipe)} - {"--vocab_size", "--tokenizer"}
-    assert len(flags) >= 2 and all(re.search(rf"  {flag}[ ,]", text) for flag in flags)
-    assert "(default: None)" not in text and "(default: False)" not in text
-    assert "(None)" not in text and "(False)" not in text
-
+# --- what the scripts need, and how they end
 
 WITH_FOUR_PACKAGES = """
-import runpy, sys
+import sys
 for package in ("rustbpe", "huggingface_hub", "matplotlib", "scipy", "transformers", "pytest"):
     sys.modules[package] = None  # an import of it fails
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+import eval_passkey, eval_perplexity, prepare_data, sample, train
+prepare_data.main(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", ["prepare_data", "train", "eval_perplexity", "eval_passkey", "sample"]
-)
-def test_torch_tiktoken_numpy_and_tqdm_suffice(script, tmp_path):
-    argv = ["--help"]
-    if script == "prepare_data":
-        (tmp_path / "text.txt").write_text("some text\n" * 900)
-        argv = ["--source", tmp_path / "text.txt", "--tokenizer=byte", "--out", tmp_path / "data"]
-    command = [sys.executable, "-c", WITH_FOUR_PACKAGES, f"{script}.py", *map(str, argv)]
+def test_torch_tiktoken_numpy_and_tqdm_suffice(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 900)
+    argv = ["--source", tmp_path / "text.txt", "--tokenizer=byte", "--out", tmp_path / "data"]
+    command = [sys.executable, "-c", WITH_FOUR_PACKAGES, *map(str, argv)]
     subprocess.run(command, cwd=common.ROOT, check=True)
 
 
@@ -84,7 +52,6 @@ def test_the_embeddings_serve_in_a_foreign_project(tmp_path):
 @pytest.mark.parametrize(
     "error, code",
     [
-        (Refused("a check"), "error: a check"),
         (MemoryError(), "error: out of memory; "),
         (RuntimeError("CUDA out of memory. Tried to allocate"), "error: out of memory; "),
         (FileNotFoundError(2, "No such file", "x"), "error: x: No such file"),
@@ -100,7 +67,7 @@ def test_what_a_user_can_mend_is_one_sentence(error, code):
     assert str(info.value.code).startswith(code)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes"), KeyError("x"), FileNotFoundError("x")])
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), FileNotFoundError("x")])
 def test_a_bug_keeps_its_traceback(error):
     def main():
         raise error
@@ -117,7 +84,6 @@ def test_json_is_read_back_as_it_was(tmp_path):
     content = {"names": ["two  blanks", " [x] ", "a\nb"], "rows": [[1, 2], []], "nothing": None}
     write_json(tmp_path / "x.json", content)
     assert read_json(tmp_path / "x.json") == content
-    assert '"rows": [\n  [1, 2],\n  []\n ]' in (tmp_path / "x.json").read_text()
     write_json(tmp_path / "x.json", [1, 2])
     assert read_json(tmp_path / "x.json", list) == [1, 2]
 
@@ -129,38 +95,13 @@ def test_damaged_json_is_refused_with_a_sentence(tmp_path):
     refuses(lambda argv: read_json(*argv), [tmp_path / "y.json"], "y.json: No such file")
 
 
-def half_a_file(f):
-    f.write(b"half")
-    raise OSError("No space left on device")
-
-
-def test_a_file_that_could_not_be_written_is_what_it_was(tmp_path, monkeypatch):
-    path = tmp_path / "x.json"
-    write_json(path, {"old": 1})
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, half_a_file)
-    assert read_json(path) == {"old": 1} and not list(tmp_path.glob("*.tmp"))
-    replace, seen = os.replace, []
-    monkeypatch.setattr(os, "replace", lambda a, b: seen.append(read_json(path)) or replace(a, b))
-    write_json(path, {"new": 2})
-    assert seen == [{"old": 1}] and read_json(path) == {"new": 2}
-
-
-def test_the_lock_blames_others_for_nothing(tmp_path, monkeypatch):
-    """Neither for an error of what runs within it, nor where a disk has no locks."""
-    (tmp_path / "file").touch()
-    with pytest.raises(BlockingIOError), common.lock(tmp_path):
-        raise BlockingIOError
+def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch):
+    """And an empty folder, which a refusal would leave, goes."""
 
     def no_locks(fd, how):
         raise OSError("No locks available")
 
-    with common.lock(tmp_path):
-        refuses(lambda _: common.lock(tmp_path).__enter__(), [], str(tmp_path))
     monkeypatch.setattr(common.fcntl, "flock", no_locks)
-    with common.lock(tmp_path):
-        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-    (tmp_path / "file").unlink()
     with common.lock(tmp_path):
         assert tmp_path.exists()
     assert not tmp_path.exists()
@@ -199,13 +140,10 @@ def test_a_result_says_whether_the_code_was_committed(tmp_path, monkeypatch):
     "name, peak",
     [
         ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA RTX A1000", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("NVIDIA H100 80GB HBM2e", None),  # on PCIe
     ],
