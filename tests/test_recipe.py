@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import pytest
@@ -47,25 +47,16 @@ def test_truth_is_spelled_as_in_json_or_in_python():
     [
         (dict(pos_args={"gamma": 3}), "gamma"),
         (dict(pos_args={"cap": "no"}), "cap"),
-        (dict(pos_args={"fourier_dim": 3.5}), "fourier_dim"),
         (dict(pos="rope", pos_args={"head_dim": 8}), "head_dim"),  # a model gives it by itself
         (dict(pos="alibi", rope_scaling=SCALED), "alibi"),
         (dict(rope_scaling={"factor": 2.0}), "original_len"),
         (dict(rope_scaling=SCALED | {"temperature": "off"}), "temperature"),
-        (dict(rope_scaling=SCALED | {"beta": 8}), "beta"),
-        # what they themselves do not take
         (dict(pos_args={"sigma": -0.1}), "sigma"),
-        (dict(pos_args={"fourier_dim": 8}), "fourier_dim"),
         (dict(pos_args={"variant": "original"}), "released or paper"),
-        (dict(pos_args={"sigma": math.inf}), "sigma"),
-        (dict(pos_args={"floor": -5}), "floor"),
         (dict(pos_args={"window": 0}), "window"),
         (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": 3}), "n_table"),
-        (dict(pos="hf.grouped.GroupedFoPE", pos_args={"n_table": -1}), "n_table"),
-        (dict(theta=math.inf), "theta"),
         (dict(pos_args={"sigma": math.nan}), "sigma"),
         (dict(seed=10**19), "seed"),
-        (dict(rope_scaling=SCALED | {"factor": math.inf}), "factor"),
         (dict(train_len=6), "floor"),
         (dict(rope_scaling=SCALED | {"kind": "cubic"}), "yarn, ntk, slow, interpolate"),
         (dict(rope_scaling=SCALED | {"factor": 0.5}), "factor"),
@@ -104,23 +95,15 @@ def given_by(recipe):
     return train.parse_args(["--out", "x", *flags])[1]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_flags_give_the_same_recipe_back(name):
-    recipe, given = RECIPES[name], given_by(RECIPES[name])
-    assert RECIPES[given["preset"]].changed(**given) == recipe
-    # and not since the preset has them already
-    assert given == {k: v for k, v in asdict(recipe).items() if k in given}
-
-
-@pytest.mark.parametrize("preset", ["tiny", "180M"])
-def test_help_shows_the_values_that_a_preset_has_in_the_end(preset, capsys):
+def test_help_shows_the_values_that_a_preset_has_in_the_end(capsys):
     with pytest.raises(SystemExit):
-        train.main(["--preset", preset, "--help"])
-    text = capsys.readouterr().out.partition("the recipe, with the values")[2]
+        train.main(["--preset", "180M", "--help"])
+    doc, _, text = capsys.readouterr().out.partition("the recipe, with the values")
+    assert doc.startswith(train.__doc__.strip())
     parts = re.split(r"\n  --(\w+)(?:, --no-\w+)? *", text)[1:]
     assert set(parts[::2]) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
     for name, shown in zip(parts[::2], parts[1::2], strict=True):
-        words = flag_words(name, getattr(RECIPES[preset].resolved(), name))[1:]
+        words = flag_words(name, getattr(RECIPES["180M"].resolved(), name))[1:]
         assert " ".join(shown.split()).endswith(f"({' '.join(words)})") or not words, shown
 
 

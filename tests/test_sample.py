@@ -63,19 +63,8 @@ def test_of_several_prompts_each_is_continued_as_if_it_were_the_only_one(checkpo
     assert text_of(capsys, checkpoint, "--prompt", "Document 1.") == alone + alone
 
 
-def test_a_prompt_that_takes_long_is_named(tmp_path, capsys):
-    run = byte_model(tmp_path, [*b"ab", 256])
-    sample.main([str(run), "--prompt", "a" * 200, "--max_new_tokens", "1"])
-    assert "200 tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag, value", [("--prompt", ""), ("--temperature", "-1")])
-def test_bad_arguments_are_refused_with_a_sentence(checkpoint, flag, value):
-    refuses(sample.main, [checkpoint, flag, value], flag)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    refuses(sample.main, [tmp_path], str(tmp_path))
+def test_an_empty_prompt_is_refused(checkpoint):
+    refuses(sample.main, [checkpoint, "--prompt", ""], "--prompt")
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ def test_a_task_of_ones_own_is_trained_and_asked_in_the_text_of_the_data(
     eval_passkey.main([str(run)])
     result = json.loads((run / f"{mine}.InText.json").read_text())
     assert result["kind"] == result["recipe"]["task"] == f"{mine}.InText"
+    eval_passkey.main([str(run), "--task", "passkey"])
+    assert json.loads((run / "passkey.json").read_text())["kind"] == "passkey"
     data = TokenData(data_folder, "train")
     row = Batches(data, RECIPES["tiny"].changed(**result["recipe"])).sequence(0)
     words = data.tokenizer().decode(data.read(0, len(data)).tolist())
