@@ -45,10 +45,8 @@ def test_a_grid_is_every_combination_seed_by_seed(data_folder, tmp_path):
 @pytest.mark.parametrize(
     "words, word",
     [
-        ("3 --seed 0", "3 belongs"),
         ("--pos rope fope --pos_args sigma=0", "sigma"),
         ("--pos ropee", "ropee"),
-        ("--learning_rate 1", "--learning_rate"),
         ("--lengths 1x 2x", "--lengths"),
         ("--minutes 5 --tokens 100", "--minutes"),
     ],
