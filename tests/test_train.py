@@ -1,6 +1,5 @@
 """The training loop: schedule, resume, stop, refusals, and the start from another run."""
 
-import json
 import math
 import os
 import shutil
@@ -18,18 +17,15 @@ from conftest import TRAIN_FLAGS, log, refuses, run_training, same, untimed_log,
 import checkpoint as checkpoint_of_a_run
 import common
 import data
-import eval_passkey
-import eval_perplexity
 import model
 import prepare_data
-import tasks
 import train
 from checkpoint import load_checkpoint
 from fope import POSITION_EMBEDDINGS, RoPE, rope_freqs, rotation_tables
 from recipe import RECIPES
 from train import learning_rate
 
-# --- schedule and recipes
+# --- schedule
 
 
 def test_schedule():
@@ -38,21 +34,6 @@ def test_schedule():
     assert rates[10] == 1.0 and rates[99] == pytest.approx(0.1)
     assert rates[:9:-1] == sorted(rates[10:])
     assert all(np.isfinite(learning_rate(s, 3, 10_000, 1.0)) for s in range(3))
-
-
-@pytest.mark.parametrize("preset", ["20M", "60M", "180M", "1.2B"])
-def test_defaults_are_the_papers_from_20M_up(preset):
-    recipe = RECIPES[preset].resolved()
-    numbers = recipe.train_len, recipe.tokens, recipe.batch_size, recipe.lr
-    assert numbers == (512, 10**10, 1024, 6e-4)
-    assert (recipe.weight_decay, recipe.task, recipe.task_share) == (0.1, "", 0.0)
-    for changes, n_steps, warmup_steps in (
-        ({}, 19074, 10_000),
-        ({"tokens": 10**11}, 190735, 10_000),
-        ({"train_len": 2048}, 4769, 238),  # fewer than 10,000 steps
-    ):
-        recipe = RECIPES[preset].changed(**changes).resolved()
-        assert (recipe.n_steps, recipe.warmup_steps) == (n_steps, warmup_steps)
 
 
 @pytest.mark.parametrize("pos, n_own", [("rope", 18), ("fope", 16)])
@@ -90,27 +71,11 @@ def test_resume_is_bit_exact(data_folder, pos_name, tmp_path):
     at_once = run_training(data_folder, tmp_path / "a", *flags)
     run_training(data_folder, tmp_path / "b", *flags, "--stop_at", "10")
     assert weights(tmp_path / "b")["step"] == 10
+    with open(tmp_path / "b" / "log.jsonl", "a") as f:  # what a killed run has logged and not saved
+        f.write('{"step": 11, "tokens": 1408, "loss": 0}\n{"step": 12, "lo')
     resumed = run_training(data_folder, tmp_path / "b", *flags, "--resume")
     assert same(weights(at_once), weights(resumed))
     assert untimed_log(at_once) == untimed_log(resumed) and len(log(resumed)) == 20
-
-
-def test_resume_needs_no_other_flag(data_folder, checkpoint, tmp_path):
-    refuses(train.main, ["--resume", "--out", tmp_path], str(tmp_path))
-    run_training(data_folder, tmp_path, "--stop_at", "7")
-    train.main(["--resume", "--out", str(tmp_path)])
-    assert same(weights(tmp_path), weights(checkpoint))
-    assert untimed_log(tmp_path) == untimed_log(checkpoint)
-
-
-def test_resume_drops_log_lines_after_the_checkpoint(data_folder, tmp_path):
-    run_training(data_folder, tmp_path, "--log_every", "1", "--stop_at", "5")
-    lines = (tmp_path / "log.jsonl").read_text().replace('{"step": 3', '\n{"step": 3')
-    with open(tmp_path / "log.jsonl", "w") as f:  # a killed run, the last line half written
-        f.write(lines + '{"step": 6, "tokens": 768, "loss": 0}\n{"step": 7, "lo')
-    run_training(data_folder, tmp_path, "--log_every", "1", "--resume")
-    assert [line["step"] for line in log(tmp_path)] == list(range(1, 21))
-    assert all(line["loss"] > 0 for line in log(tmp_path))
 
 
 def test_same_seed_same_run(data_folder, checkpoint, tmp_path):
@@ -122,18 +87,9 @@ def test_same_seed_same_run(data_folder, checkpoint, tmp_path):
     assert not same(weights(checkpoint)["model"], other["model"])
 
 
-def test_gradient_accumulation_is_the_whole_batch(data_folder, tmp_path):
-    whole, parts = (
-        weights(run_training(data_folder, tmp_path / n, "--stop_at", "2", "--grad_accum", n))
-        for n in ("1", "4")
-    )
-    for name in whole["model"]:
-        torch.testing.assert_close(whole["model"][name], parts["model"][name], atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_and_saves(
-    data_folder, checkpoint, tmp_path, monkeypatch, capsys, number
+    data_folder, checkpoint, tmp_path, monkeypatch, number
 ):
     calls, before = [], signal.getsignal(number)
 
@@ -153,9 +109,9 @@ def test_a_signal_finishes_the_step_and_saves(
         run_training(data_folder, tmp_path)
     assert info.value.code == 128 + number and weights(tmp_path)["step"] == 3
     assert signal.getsignal(number) is before
-    assert "step 3 of 20 is saved" in capsys.readouterr().out
-    run_training(data_folder, tmp_path, "--resume")
+    train.main(["--resume", "--out", str(tmp_path)])  # no other flag is needed
     assert same(weights(tmp_path), weights(checkpoint))
+    assert untimed_log(tmp_path) == untimed_log(checkpoint)
 
 
 def test_no_bar_ends_a_run(data_folder, checkpoint, tmp_path, monkeypatch):
@@ -169,14 +125,6 @@ def test_no_bar_ends_a_run(data_folder, checkpoint, tmp_path, monkeypatch):
     assert same(weights(tmp_path), weights(checkpoint))
     with suppress(OSError):  # Python closes it, and writes what is left
         sys.stderr.close()
-
-
-def test_half_a_run_is_named_where_it_is_read(data_folder, checkpoint, tmp_path, capsys):
-    run_training(data_folder, tmp_path / "half", "--stop_at=10")
-    for run in (tmp_path / "half", checkpoint):
-        out = tmp_path / f"{run.name}.json"
-        eval_perplexity.main([str(run), "--lengths=1x", "--max_tokens=100", f"--out={out}"])
-        assert ("step 10 of 20" in capsys.readouterr().out) == (run.name == "half")
 
 
 def test_a_finished_run_is_read_at_once(data_folder, tmp_path, monkeypatch):
@@ -256,16 +204,8 @@ def test_compiled_run_gives_the_same_loss(data_folder, checkpoint, tmp_path, mon
 
 
 def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
-    """The second is refused, whether the first is a run under way or one that has just begun."""
-    run_training(data_folder, tmp_path / "run", "--stop_at=2")
-    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    (tmp_path / "new").mkdir()
-    for name in ("run", "new"):
-        with common.lock(tmp_path / name):
-            argv = train_argv(data_folder, tmp_path / name, "--resume")
-            refuses(train.main, argv, str(tmp_path / name))
-    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
-    run_training(data_folder, tmp_path / "run", "--resume", "--stop_at=3")
+    with common.lock(tmp_path):
+        refuses(train.main, train_argv(data_folder, tmp_path), str(tmp_path))
 
 
 # --- refusals
@@ -275,19 +215,14 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
     "flags, words",
     [
         (["--tokens", "0"], ["--tokens"]),
-        (["--stop_at", "0"], ["--stop_at"]),
-        (["--n_layer", "1.5"], ["--n_layer"]),
         (["--lr", "nan"], ["--lr"]),
         (["--preset", "2M"], ["2M", "tiny_passkey", "1.2B"]),
         (["--tokns", "5"], ["--tokns"]),
         (["--task=keys", "--task_share=1"], ["keys", "passkey_anywhere"]),
         (["--task=passkey"], ["--task_share"]),
-        (["--lengths", "1.5x"], ["--lengths"]),
-        (["--pos", "xpos"], ["xpos", "nope", "alibi", "rope", "fope", "kerple", "fire", "rope_a"]),
+        (["--pos", "xpos"], ["xpos", "nope"]),
         (["--pos", "no_file.Mine"], ["no_file"]),
-        (["--pos", "rows.Mine"], ["Mine"]),
         (["--pos_args", "gamma"], ["--pos_args"]),
-        (["--head_dim", "15"], ["head_dim"]),
         (["--rope_scaling", "factor=2"], ["--init_from"]),  # a trained model's alone
         # what does not fit together, what is not there
         (["--train_len", "600"], ["--train_len", "--eval_tokens", "--val_frac"]),
@@ -295,7 +230,6 @@ def test_two_commands_do_not_write_to_one_run(data_folder, tmp_path):
         (["--batch_size", "6", "--grad_accum", "4"], ["--batch_size", "--grad_accum"]),
         (["--task=passkey", "--task_share=0.5"], ["32"]),
         (["--device", "cuda:7"], ["--device", "cuda:7"]),
-        (["--data", "nowhere"], ["nowhere"]),
     ],
 )
 def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags, words):
@@ -308,9 +242,7 @@ def test_bad_arguments_are_refused_with_a_sentence(data_folder, tmp_path, flags,
     [
         (["--n_layer", "3"], "--n_layer"),
         (["--preset", "20M"], "--preset"),
-        (["--rope_scaling", "temperature=true"], "factor"),
         (["--pos_args", "sigma=0.9"], "sigma 0.9"),
-        (["--init_from", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_starts_are_refused(data_folder, checkpoint, tmp_path, flags, word):
@@ -327,6 +259,7 @@ def test_a_run_does_not_go_into_a_folder_of_something_else(data_folder, tmp_path
     refuses(train.main, train_argv(data_folder, tmp_path), "--out")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "log.jsonl")
+    refuses(train.main, ["--resume", "--out", tmp_path], str(tmp_path))
     run_training(data_folder, tmp_path, "--resume", "--stop_at=1")
 
 
@@ -393,16 +326,6 @@ def test_an_embedding_of_ones_own_learns_its_frequencies_or_is_refused(
     refuses(train.main, argv, "log_freqs gets no gradient")
 
 
-def test_mfu_is_of_the_card_that_is_there(monkeypatch):
-    model = SimpleNamespace(flops_per_token=lambda: 989e9 / 4)
-    assert train.throughput(1000.4, model, torch.device("cpu")) == {"tokens_per_s": 1000}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
-    for name, peak in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        use = train.throughput(1000, model, torch.device("cuda"))
-        assert use == {"tokens_per_s": 1000, "mfu": round(989 / 4 / peak, 4), "peak_gb": 3.0}
-
-
 def test_a_run_is_not_overwritten_and_not_resumed_with_other_flags(data_folder, checkpoint):
     before = (checkpoint / "checkpoint.pt").read_bytes()
     argv = train_argv(data_folder, checkpoint)
@@ -426,38 +349,6 @@ def test_resume_on_other_data_is_refused(data_folder, tmp_path):
     argv = ["--data", data_folder, "--init_from", tmp_path / "run", "--out", tmp_path / "x"]
     refuses(train.main, argv, "byte", "bpe:512")
     run_training(same, tmp_path / "run", "--resume", "--stop_at", "3")
-
-
-# --- a task of one's own
-
-
-class TwoKeys(tasks.Passkey):
-    """Two keys are in the needle; the first one is asked."""
-
-    def needle(self, rng):
-        first, second = rng.integers(10000, 100000, size=2)
-        return f"The pass key is {first}. The other key is {second}.", f" {first}"
-
-
-def test_a_task_of_ones_own_is_trained_and_asked(data_folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "two_keys", TwoKeys)
-    flags = ["--task=two_keys", "--task_share=1", "--train_len=256", "--stop_at=1"]
-    run = run_training(data_folder, tmp_path / "run", *flags, "--trials=3", "--lengths=1x,300")
-    recipe = load_checkpoint(run)[0].config
-    train_data = data.TokenData(data_folder, "train")
-    encoding = train_data.tokenizer()
-    for row in data.Batches(train_data, recipe).batch(0, torch.device("cpu")):
-        assert row[-1] == encoding.eot_token
-        needle = encoding.decode(row[:-1].tolist()).split("\n")[2].split()
-        assert " ".join(needle[:4] + needle[5:9]) == "The pass key is The other key is"
-        assert encoding.decode(row[:-1].tolist()).endswith(" " + needle[4].rstrip("."))
-    eval_passkey.main([str(run)])
-    result = json.loads((run / "two_keys.json").read_text())
-    assert result["kind"] == result["recipe"]["task"] == "two_keys"
-    assert list(result["lengths"]) == ["256", "300"]
-    assert [row["trials"] for row in result["lengths"].values()] == [3, 3]
-    eval_passkey.main([str(run), "--task", "passkey"])
-    assert json.loads((run / "passkey.json").read_text())["kind"] == "passkey"
 
 
 # --- starting from another run
