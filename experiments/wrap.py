@@ -20,32 +20,18 @@ of "near" is the damage of the far keys. Two results matter: how much of the dam
 much attention the far keys get. Mostly they rise and fall together. But where far keys get equal
 attention, a new angle does more damage than a known one.
 
-Three predictions were made before the runs. If new angles of slow pairs are the cause, then
+What was predicted before the runs, and what came true, stands in results/APPENDIX.md.
 
-    1. changing the slow pairs leaves less of the damage than changing the fast pairs;
-    2. RoPE with theta 94 and FoPE, in which no pair turns slowly, have less damage than RoPE;
-    3. if the slow pairs are held at 1.5, 2 or 3 times train_len, where their angles are new, less
-       than half as much of the damage disappears as at 0.5 or 0.75 times. With the fast pairs
-       about as much disappears at all these places.
-
-Prediction 2 came true. Prediction 1 came true for wrapped keys, and for keys held at 0, 128, 255
-and 383 tokens; at 32 the two hardly differ. It failed at 64 and at 511, where changing the fast
-pairs leaves less. (The places from 1.5 times on belong to prediction 3.) Prediction 3 came true for
-the slow pairs. It failed for the fast pairs: at 3 times train_len more is left. results/README.md
-has all numbers.
-
-    RoPE with slow, fast or both kinds of pairs wrapped, or held at 511:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{1,2,3,4,5}
-    the same, held at eleven distances:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held \
-            --conditions places
+    RoPE with slow or fast pairs held at eleven distances:
+        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held
     theta 94, FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py \
             runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
             --name others --conditions none near "both, wrapped"
 
 The models are those of figure1, enough and figure1_all in results/STUDIES.md. Figure and json go to
-results/mechanism, over those that are there; --out names another folder.
+results/mechanism, over those that are there; --out names another folder. wrap.json and its figure
+were made at commit 722ea78.
 """
 
 import math
@@ -54,8 +40,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from attention_row import STEP, attention_rows
-from shared import BLUE, FAST, GREY, SLOW, WINDOW, Parser, plt, save, tidy
+from shared import FAST, GREY, SLOW, Parser, plt, save, tidy
 
 from checkpoint import load_checkpoint
 from common import Refused, add_device_flag, init_distributed, one_sentence_errors, positive_int
@@ -67,7 +52,6 @@ from rows import cell, markdown
 PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
 CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
-USUAL = list(CONDITIONS)
 HELD = {"held 0x": 0, "held 0.06x": 1 / 16, "held 0.12x": 1 / 8, "held 0.25x": 1 / 4}  # train_len
 HELD |= {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}
 HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 2.5x": 2.5, "held 3x": 3}
@@ -135,8 +119,7 @@ class PutBack(PositionEmbedding):
 def measure(run, length, n_windows, conditions, device):
     """
     Measure one run: its loss under each condition; the damage; the share of it that is removed; the
-    share of the last layer's attention that far keys get, where there are far keys. Of the usual
-    conditions also the loss and that attention in steps of STEP positions (attention_row.py).
+    share of the last layer's attention that far keys get, where there are far keys.
     """
     model, _, _ = load_checkpoint(run, device)
     trained = [block.attn.pos for block in model.blocks]
@@ -148,14 +131,9 @@ def measure(run, length, n_windows, conditions, device):
         how, put_back = CONDITIONS[condition]
         for block, pos in zip(model.blocks, trained, strict=True):
             block.attn.pos = PutBack(pos, how, put_back)
-        at = window_loss(model, windows, length).mean(axis=0)
-        loss[condition] = float(at.mean())
+        loss[condition] = float(window_loss(model, windows, length).mean())
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
-        if condition in USUAL:
-            found["by_position"][condition] = at.reshape(-1, STEP).mean(axis=1).round(4).tolist()
-            rows = attention_rows(model, windows, length)
-            found["attention"][condition] = [np.round(row, 3).tolist() for row in rows]
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
     damage = loss["none"] - loss["near"]
     removed = {c: (loss["none"] - loss[c]) / damage for c in conditions if "," in c}
@@ -170,28 +148,6 @@ def measure(run, length, n_windows, conditions, device):
 
 
 def draw(rows, train_len):
-    """The loss along the text, the mean of these runs; the share of the damage that goes."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained")
-    looks = {"none": (BLUE, "as it is"), "fast, wrapped": (FAST, "fast pairs put back")}
-    looks |= {"slow, wrapped": (SLOW, "slow pairs put back"), "near": (WINDOW, "far keys hidden")}
-    for condition, (color, label) in looks.items():
-        curve = np.mean([row["by_position"][condition] for row in rows], axis=0)
-        at, line = STEP * np.arange(1, len(curve) + 1), "--" if condition == "near" else "-"
-        left.plot(at, curve, line, color=color, label=label)
-    left.axvline(train_len, color="black", lw=0.8, ls=":")
-    title = f"The same weights read the same text ({len(rows)} seeds)"
-    tidy(left, "position in the text; dotted: training length", "loss in nats per byte", title)
-    for how, color, shift in (("wrapped", BLUE, -0.12), ("held", GREY, 0.12)):
-        shares = [[100 * row["removed"][f"{p}, {how}"] for p in PAIRS] for row in rows]
-        x = np.arange(3) + shift
-        right.bar(x, np.mean(shares, axis=0), 0.22, color=color, alpha=0.6, label=how)
-        right.plot(x, np.transpose(shares), "o", color=color, ms=3.5)
-    right.set_xticks(range(3), ["slow pairs", "fast pairs", "both"])
-    tidy(right, "what is put back (dots: each seed)", "% of the damage that goes", "")
-    return fig
-
-
-def draw_places(rows, train_len):
     """What is left of the damage, and what attention far tokens get, by the distance they show."""
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
     places = [held_distance(place, train_len) for place in HELD]
@@ -247,22 +203,19 @@ def main(argv=None):
     add(
         "--conditions",
         nargs="+",
-        choices=[*CONDITIONS, "places"],
-        default=USUAL,
+        choices=CONDITIONS,
+        default=PLACES,
         metavar="CONDITION",
-        help='none, near, and such as "slow, held 0.5x"; places: none, near, all held',
+        help='none, near, and such as "slow, held 0.5x"; by default none, near and all held',
     )
     args = parser.parse_args(argv)
-    if args.conditions == ["places"]:
-        args.conditions = PLACES
     device = init_distributed(args.device)
     rows = [measure(run, args.length, args.windows, args.conditions, device) for run in args.runs]
     train_len = load_checkpoint(args.runs[0])[0].config.train_len
-    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "step": STEP}
+    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len}
     first = [row for row in rows if row["name"] == rows[0]["name"]]
     file = "_".join(filter(None, ("wrap", args.name)))
-    picture = {tuple(USUAL): draw, tuple(PLACES): draw_places}.get(tuple(args.conditions))
-    fig = picture(first, train_len) if picture else None
+    fig = draw(first, train_len) if args.conditions == PLACES else None
     save(numbers | {"runs": rows}, args.out, file, fig, device)
 
 

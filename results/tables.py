@@ -20,7 +20,6 @@ RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
-from bench import bench_table  # noqa: E402
 from named import SEEDS, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
@@ -242,8 +241,6 @@ def table_of_file(name):
     content = read_json(RESULTS / f"{name}.json", kind=dict | list)
     if name in SEEDS:
         return primary_table(content)
-    if name.startswith("bench"):
-        return bench_table(content)
     return tables(rows_of([name]), to=("FoPE", "RoPE"))
 
 
