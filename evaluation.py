@@ -174,6 +174,9 @@ def evaluate_lengths(model, evaluate):
 def write_result(out, model, about, measured):
     """The json of an evaluation: what was read by which model, from where, and how it did."""
     if common.rank() == 0:
+        if measured["skipped"] and out.exists():  # what an earlier evaluation could read stays
+            old = {int(n): row for n, row in common.read_json(out)["lengths"].items()}
+            measured["lengths"] = dict(sorted((old | measured["lengths"]).items()))
         here = {"command": common.command(), **common.provenance(next(model.parameters()).device)}
         common.write_json(out, {"recipe": asdict(model.config), **here, **about, **measured})
     print(f"wrote {out}")

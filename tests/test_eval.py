@@ -226,6 +226,11 @@ def test_a_length_without_memory_is_skipped_and_a_diverged_model_refused(
     evaluate(eval_perplexity, *argv)
     result = read(out)
     assert list(result["lengths"]) == ["32"] and result["skipped"] == {"64": "out of memory"}
+    earlier = result["lengths"] | {"64": result["lengths"]["32"]}
+    out.write_text(json.dumps(result | {"lengths": earlier}))
+    evaluate(eval_perplexity, *argv)
+    assert read(out)["lengths"] == earlier  # what another machine could read stays
+    result = read(out)
     for loss in (1000, math.nan):
         losses[:] = loss
         refuses(eval_perplexity.main, argv, "has diverged")
