@@ -16,8 +16,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from fope import ALiBi, FoPE, RoPE  # noqa: E402
 from tasks import Passkey  # noqa: E402
 
 PASSAGE, CUE = 32, 8
@@ -62,6 +65,31 @@ class Random(Recall):
 
     def text(self, n, rng):
         return rng.choice(np.unique(self.read(8 * n, rng)), n)
+
+
+class Shifted:
+    """
+    An embedding in whose first half of the heads a key is that of the token before. So a query finds
+    what followed an equal token, in one layer and not in two (the smeared keys of Olsson et al.,
+    2022): tiny models learn to copy within minutes.
+    """
+
+    def rotate(self, q, k):
+        n = self.n_head // 2
+        k = torch.cat((F.pad(k[:, :n, :-1], (0, 0, 1, 0)), k[:, n:]), dim=1)
+        return super().rotate(q, k)
+
+
+class ShiftedRoPE(Shifted, RoPE):
+    pass
+
+
+class ShiftedFoPE(Shifted, FoPE):
+    pass
+
+
+class ShiftedALiBi(Shifted, ALiBi):
+    pass
 
 
 def costs(model, task, length, n_trials, seed):
