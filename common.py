@@ -172,22 +172,6 @@ def file_sha256(path):
 
 # --- devices, and the processes that torchrun starts
 
-# in bf16, dense, in FLOP/s, as the makers say
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12}
-PEAK_FLOPS |= {"H200": 989e12, "A100": 312e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
-
-
-def peak_flops(hardware):
-    """
-    FLOP/s of a card at its best, or None where it is not known. After the name only its socket and
-    its memory may follow: an A1000, a 4090 Laptop GPU and a MIG slice are other cards.
-    """
-    more = r"(?:[- ](?:SXM[45]?|PCIE|(?:40|80|94|96|141)GB|HBM3E?))*"
-    for card, peak in PEAK_FLOPS.items():
-        if re.fullmatch(rf"(?:NVIDIA )?(?:GeForce )?{card}{more}", hardware, re.IGNORECASE):
-            return peak
-    return None
-
 
 def autocast(device):
     """bf16 where a CUDA or XPU device has it in hardware, fp32 elsewhere."""

@@ -261,8 +261,9 @@ def add_flags(parser, recipe):
         text = f.metadata["help"]
         if f.name in names:
             text += f": {', '.join(names[f.name])}"
-        if words := flag_words(f.name, getattr(resolved, f.name))[1:]:
-            text += f" ({' '.join(words)})"
+        value = getattr(resolved, f.name)
+        if value not in (None, "", {}) and value is not False:
+            text += f" ({value})"
         kind = (get_args(f.type) or (f.type,))[0]
         options = dict(help=text.replace("%", "%%"), default=argparse.SUPPRESS)
         if kind is bool:
@@ -290,13 +291,3 @@ class Keywords(argparse.Action):
             except ValueError:  # a word, or a value as Python spells it
                 given[key] = {"True": True, "False": False, "None": None}.get(text, text)
         setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | given)
-
-
-def flag_words(name, value):
-    """A field's flag as it is typed, ["--pos_args", "sigma=0.4"]; [] for one without a value."""
-    if value in (None, "", {}) or value is False:
-        return []
-    if isinstance(value, dict):
-        pairs = [f"{k}={v if type(v) is str else json.dumps(v)}" for k, v in value.items()]
-        return [f"--{name}", *pairs]
-    return [f"--{name}"] if value is True else [f"--{name}", str(value)]

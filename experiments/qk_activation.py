@@ -6,7 +6,8 @@ Do the frequencies under the floor hold larger queries and keys? (appendix A.1 a
 Reads 1000 random tokens, as the paper does, and takes the magnitude of the mean query and key over
 them, before the rotation: one number per layer and dimension, a mean over the heads. Dimension i
 turns with i + head_dim/2; the pairs whose frequency is under 2 pi / train_len are marked. Look at:
-whether the marked dimensions are brighter, and by what factor. The figure has the first model of each embedding, on one scale.
+whether the marked dimensions are brighter, and by what factor. The figure has the first model of
+each embedding, on one scale.
 """
 
 import math

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from fope import ALiBi, FoPE, RoPE  # noqa: E402
-from tasks import Passkey  # noqa: E402
+from fope import ALiBi, FoPE, RoPE
+from tasks import Passkey
 
 PASSAGE, CUE = 32, 8
 
@@ -59,7 +59,7 @@ class Recall(Passkey):
 
 
 class Random(Recall):
-    """The same of random tokens, each as frequent as another: only copying helps to predict them."""
+    """The same of random tokens, equally frequent: only copying helps to predict them."""
 
     copied = 0.8
 
@@ -69,9 +69,9 @@ class Random(Recall):
 
 class Shifted:
     """
-    An embedding in whose first half of the heads a key is that of the token before. So a query finds
-    what followed an equal token, in one layer and not in two (the smeared keys of Olsson et al.,
-    2022): tiny models learn to copy within minutes.
+    An embedding in whose first half of the heads a key is that of the token before. So a query
+    finds what followed an equal token, in one layer and not in two (the smeared keys of Olsson et
+    al., 2022): tiny models learn to copy within minutes.
     """
 
     def rotate(self, q, k):

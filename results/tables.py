@@ -28,7 +28,8 @@ from hf.places import places_table, read_places  # noqa: E402
 from rows import NAMES as EMBEDDINGS  # noqa: E402
 from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 
-TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md", *(RESULTS / f"{n}.md" for n in ("README", "APPENDIX", "TABLES"))]
+TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md"]
+TEXTS += [RESULTS / f"{name}.md" for name in ("README", "APPENDIX", "TABLES")]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
 AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
 ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]

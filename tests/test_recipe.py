@@ -1,5 +1,6 @@
 """Recipes: their flags, their changes, and what is refused before a model is made."""
 
+import json
 import math
 import re
 from dataclasses import fields, replace
@@ -12,7 +13,7 @@ from conftest import refuses
 import train
 from fope import POSITION_EMBEDDINGS, PositionEmbedding
 from model import GPTConfig, make_pos
-from recipe import OF_THE_DATA, RECIPES, Recipe, check_pos, flag_words
+from recipe import OF_THE_DATA, RECIPES, Recipe, check_pos
 
 SHAPE = dict(train_len=40, vocab_size=50, n_layer=1, n_head=2, head_dim=16, n_embd=32)
 SCALED = {"kind": "yarn", "factor": 2.0, "original_len": 16}
@@ -88,6 +89,16 @@ def test_what_an_embedding_takes_is_not_refused_and_draws_nothing():
 # --- flags
 
 
+def flag_words(name, value):
+    """A field's flag as it is typed, ["--pos_args", "sigma=0.4"]; [] for one without a value."""
+    if value in (None, "", {}) or value is False:
+        return []
+    if isinstance(value, dict):
+        pairs = [f"{k}={v if type(v) is str else json.dumps(v)}" for k, v in value.items()]
+        return [f"--{name}", *pairs]
+    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
+
+
 def given_by(recipe):
     """The fields that train.py reads when every field of a recipe is given as a flag."""
     items = [(name, value) for name, value in vars(recipe).items() if name not in OF_THE_DATA]
@@ -103,8 +114,9 @@ def test_help_shows_the_values_that_a_preset_has_in_the_end(capsys):
     parts = re.split(r"\n  --(\w+)(?:, --no-\w+)? *", text)[1:]
     assert set(parts[::2]) == {f.name for f in fields(Recipe)} - set(OF_THE_DATA)
     for name, shown in zip(parts[::2], parts[1::2], strict=True):
-        words = flag_words(name, getattr(RECIPES["180M"].resolved(), name))[1:]
-        assert " ".join(shown.split()).endswith(f"({' '.join(words)})") or not words, shown
+        value = getattr(RECIPES["180M"].resolved(), name)
+        none = value in (None, "", {}) or value is False
+        assert none or " ".join(shown.split()).endswith(f"({value})"), shown
 
 
 def test_flags_of_all_kinds_give_the_same_recipe_back():
