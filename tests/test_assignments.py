@@ -121,14 +121,6 @@ def test_a_check_needs_no_other_sheet(graded, starter, sheet):
 
 # --- right solutions, each written in another way
 
-EMBEDDING = """
-import baselines, fope
-from torch import nn
-
-class MyEmbedding({base}):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-"""
 RIGHT = {
     "numpy in float64, a NamedTuple": (1, """
 import numpy as np
@@ -145,17 +137,6 @@ def rotation_tables(freqs, T):
     angles = torch.arange(T).double()[:, None] * freqs
     return Tables(angles.cos(), angles.sin())
 """),
-    "one query at a time": (2, """
-def attend(self, q, k, v):
-    y = []
-    for i in range(q.size(-2)):
-        scores = q[:, :, i : i + 1] @ k[:, :, : i + 1].transpose(-2, -1) / self.head_dim ** 0.5
-        scores = scores - self.slopes.view(-1, 1, 1) * torch.arange(i, -1, -1, device=q.device)
-        y.append(scores.softmax(dim=-1).to(v.dtype) @ v[:, :, : i + 1])
-    return torch.cat(y, dim=-2)
-
-ALiBi.attend = attend
-"""),
     "float64, its own path, a thread that never ends": (3, """
 import threading, time
 threading.Thread(target=time.sleep, args=(900,)).start()
@@ -164,58 +145,18 @@ assert open(__file__) and open("fope.py")
 def above_floor(freqs, train_len):
     return freqs.double()[freqs.double() * train_len / (2 * math.pi) >= 1]
 """),
-    "an identity of bools, noise in float64, a map": (4, """
-def identity(self, D, K):
-    return torch.arange(D)[:, None] == math.ceil(D / K) * torch.arange(K)
+    "a bias that starts at 0, and is dropped in training": (6, """
+import baselines
+from torch import nn
 
-def draw_noise(self, D, K):
-    paper = self.variant == "paper"
-    std = self.sigma * (1 if paper else math.sqrt(2 / (K * (D + self.n_head))))
-    return std * torch.randn(self.n_head, D, K, dtype=torch.float64)
-
-FoPE.identity, FoPE.draw_noise, tables = identity, draw_noise, fourier_tables
-
-def fourier_tables(*args):
-    return map(torch.Tensor.double, tables(*args))
-"""),
-    "one trial at a time": (5, """
-@torch.no_grad()
-def task_accuracy(model, task, length, trials, seed=0, generate=False, show=False):
-    rng, was_training = np.random.default_rng((seed, length)), model.training
-    model.eval()
-    exact, share, nll, distances = [], [], [], []
-    for _ in range(trials):
-        tokens, n, distance = task.sample(length, rng)
-        tokens = torch.tensor(tokens)
-        logits = model(tokens[None])[0, -n - 1 : -1].float()
-        right = (logits.argmax(-1) == tokens[-n:]).float()
-        exact.append(right.min().item())
-        share.append(right.mean().item())
-        nll.append(F.cross_entropy(logits, tokens[-n:]).item())
-        distances.append(distance)
-    model.train(was_training)
-    each = {"distance": distances, "right": exact, "share_right": share}
-    return summary(*map(np.array, (exact, share, nll))) | each
-"""),
-    "a bias that starts at 0, and is dropped in training": (6, EMBEDDING.format(
-        base="baselines.LearnedBias") + """
+class MyEmbedding(baselines.LearnedBias):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
         self.slopes = nn.Parameter(torch.zeros(self.n_head))
 
     def bias(self, i, j):
         bias = self.slopes.view(-1, 1, 1) * (i[:, None] - j)
         return bias * (torch.rand(()) < 0.5) if self.training else bias
-"""),
-    "random frequencies, random positions in training, a table kept by T": (6, EMBEDDING.format(
-        base="RoPE") + """
-        self.kept = {}
-        self.register_buffer("w", torch.rand(self.head_dim // 2))
-
-    def rotate(self, q, k):
-        T = q.size(-2)
-        if self.training or T not in self.kept:
-            t = torch.arange(T, device=q.device) + self.training * torch.rand(T, device=q.device)
-            self.kept[T] = (t[:, None] * self.w).cos(), (t[:, None] * self.w).sin()
-        return tuple(fope.apply_rotation(x, *self.kept[T]) for x in (q, k))
 """),
 }  # fmt: skip
 
@@ -249,21 +190,16 @@ MISTAKES = [
     (1, 9, "in bf16", TURN, "    x1, x2 = x.chunk(2, -1)\n    cos, sin = cos.to(x), sin.to(x)\n"),
     (1, 9, "the dtype is torch.float64", ".type_as(x)", ".double()"),
     (1, 8, "it gives array(", "1.0 / theta ** (", "1.0 / theta ** torch.Tensor.numpy("),
-    (2, 9, "no gradient", ATTEND, "        k = torch.tensor(k.tolist()).to(k)\n" + ATTEND),
     (2, 9, "q.device", "v, torch.arange(q.size(-2), device=q.device", "v, torch.arange(q.size(-2)"),
     (2, 9, "the dtype is torch.float32", "y[..., : self.head", "y.float()[..., : self.head"),
-    (2, 8, "slopes are", "for h in range(1, p + 1)", "for h in range(p)"),
     (2, 9, "bf16 holds", "(j // 256 % 256 * 256, j % 256,", "(j, 0 * j,"),
     (2, 8, "T x T", ATTEND, MASK),
     (2, 4, "asked only where attention is right", ATTEND, "        q = 1.5 * q\n" + ATTEND),
-    (3, 9, "in place", "    return freqs[", "    freqs *= 1.0 + 1e-6\n    return freqs["),
     (3, 3, "complete a turn", "2 * math.pi", "2.2 * math.pi"),
     (3, 7, "exactly one", "freqs[freqs >= 2", "freqs[freqs > 2"),
-    (3, 7, "exactly one", "2 * math.pi", "1.98 * math.pi"),
     (3, 8, "order", "train_len]", "train_len].sort(descending=True)[0]"),
     # sums that are swapped, but not the stopped pairs
     (4, 7, "swapped", "cos, sin, cos_coef, sin_coef, n", "sin, cos, sin_coef, cos_coef, n"),
-    (4, 8, "stopped pairs", "n_pairs - cos.size(-1)", "n_pairs"),
     (4, 8, "stopped pairs", "(0, n_constant), value=sin_pad)", "(0, n_constant))"),
     (4, 9, "weight 1 is at every", "math.ceil(D / K)", "1"),
     (4, 9, "standard deviation is 0.77", "std=self.sigma", "std=self.sigma**0.5"),
@@ -281,11 +217,12 @@ MISTAKES = [
     (6, 9, "order", ROTATE, ROTATE + "        return q, k\n"),
     (6, 9, "buffer", ROTATE, ROTATE + "        self.a = getattr(self, 'a', torch.rand(()))\n"
      "        k = k * self.a.to(k.device)\n"),
-    (6, 9, "buffer", ROTATE, ROTATE + "        k = k * torch.rand(()).to(k)\n"),
     (6, 9, "q.device", ROTATE, ROTATE + "        k = k * torch.ones(64) if self.training else k\n"),
     (6, 9, "gain: no gradient", ROTATE, GAIN + ROTATE),
 ]  # fmt: skip
 MISTAKES = [(*mistake[:3], dict([mistake[3:]])) for mistake in MISTAKES]
+NO_GRAD = {"@torch.no_grad()\n": "", "with common.autocast(device):": "if True:"}
+MISTAKES += [(5, 9, "without no_grad", NO_GRAD)]
 MISTAKES += [
     (sheet, 10 - points, sentence, changes)
     for sheet, points, name, *_ in checks.CHECKS
@@ -304,19 +241,10 @@ def test_mistakes_lose_what_they_deserve_and_are_named(graded, sheet, left, word
     assert points == left and any(word in reason for reason in reasons), (points, reasons)
 
 
-@pytest.mark.slow
-def test_logits_that_need_gradients(graded):
-    text = original("eval_passkey.py").replace("@torch.no_grad()\n", "")
-    points, reasons = graded(5, text.replace("with common.autocast(device):", "if True:"))
-    assert points == 9 and "without no_grad" in reasons[0]
-
-
 # --- files that break: no points but a reason, and those of others are kept
 
 BROKEN = {
     "leaves": "import os; os._exit(0)",
-    "exits later": "def rope_freqs(head_dim, theta):\n    raise SystemExit(0)",
-    "takes memory": "import torch\ndef rope_freqs(*args):\n    return [torch.ones(2**28)] * 2",
     "writes lines": "def rope_freqs(*args):\n    raise ValueError('\\x1b[2K\\rx: 60 of 60\\n 10')",
     "never loads": "while True: pass",
     "gives sparse": "import torch\ndef rope_freqs(*args):\n    return torch.eye(4).to_sparse()",
@@ -346,6 +274,7 @@ def test_a_function_that_does_not_end_costs_its_own_points_alone(graded, short):
 def test_unusual_but_honest_files_lose_nothing(graded):
     text = "\ufeff# \u2028\n\x0c\n" + original("fope.py").replace("\n", "\r\n")
     assert graded(3, text + "\r\nprint('my file')\r\n")[0] == 10
+    assert graded(5, original("eval_passkey.py").replace("share.round(2)", "share"))[0] == 10
 
 
 # --- what is handed in
@@ -382,14 +311,13 @@ def test_of_several_names_the_plainest_counts_and_of_several_words_the_first(tmp
     assert texts == {"fope.py": b"a/fope.py", "eval_passkey.py": b"eval_passkey_fope.py"}
 
 
-@pytest.mark.parametrize("name", ["my_isofope.py", ".venv/fope.py", "a.zip"])
-def test_other_files_and_what_is_no_zip_are_refused(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("x")
-    with pytest.raises(
-        grade.Refused, match="none of" if path.suffix == ".py" else "cannot be read"
-    ):
+@pytest.mark.parametrize(
+    "name, why", [("my_isofope.py", "none of"), (".venv/fope.py", "none of"), ("a.zip", "be read")]
+)
+def test_other_files_and_what_is_no_zip_are_refused(tmp_path, name, why):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    with pytest.raises(grade.Refused, match=why):
         grade.read_submission(tmp_path)
 
 
@@ -406,19 +334,10 @@ def test_what_is_not_there_and_a_file_that_is_there_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_names_that_are_no_utf_8_and_the_file_of_gradescope(tmp_path):
-    names = [tmp_path / os.fsdecode(name) for name in (b"M\xfcller.b", b"zoe")]
-    for name in names:
-        name.mkdir()
-        shutil.copy(ROOT / "fope.py", name)
-    words = ["assignments/grade.py", "--exercise", "3", "--out"]
-    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
-    code, shown, _ = command(*words, tmp_path / "points.csv", *names, env=env)
-    rows = [*csv.reader((tmp_path / "points.csv").open())]
-    assert code == 0 and shown.count(": 10 of 10\n") == 2
-    assert [row[:3] for row in rows[1:]] == [["M\\udcfcller.b", "10", "10"], ["zoe", "10", "10"]]
-    (names[1] / "fope.py").write_text("def above_floor(freqs, train_len):\n    return freqs\n")
-    command(*words, tmp_path / "results.json", names[1])
+def test_the_file_of_gradescope(tmp_path):
+    (tmp_path / "fope.py").write_text("def above_floor(freqs, train_len):\n    return freqs\n")
+    words = ["--exercise", "3", "--out", tmp_path / "results.json"]
+    command("assignments/grade.py", *words, tmp_path / "fope.py")
     tests = json.loads((tmp_path / "results.json").read_text())["tests"]
     assert [test["max_score"] for test in tests] == [4, 2, 3, 1]
     assert [test["score"] for test in tests] == [0, 0, 0, 1]
@@ -426,8 +345,7 @@ def test_names_that_are_no_utf_8_and_the_file_of_gradescope(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_batch_that_is_ended_keeps_what_is_done(tmp_path, how):
+def test_a_batch_that_is_ended_keeps_what_is_done(tmp_path):
     paths, out = [tmp_path / f"{name}_fope.py" for name in "abcdefgh"], tmp_path / "points.csv"
     for path in paths:
         shutil.copy(ROOT / "fope.py", path)
@@ -437,7 +355,7 @@ def test_a_batch_that_is_ended_keeps_what_is_done(tmp_path, how):
     )
     while b"c_fope.py" not in batch.stdout.readline():
         pass  # what it says before the third is in the file
-    os.killpg(batch.pid, how)
+    os.killpg(batch.pid, signal.SIGINT)
     batch.communicate()
     rows = [row[:2] for row in csv.reader(out.open())][1:]
     assert 2 <= len(rows) < 8 and rows == [[path.stem, "10"] for path in paths[: len(rows)]]
