@@ -35,17 +35,9 @@ def test_script_writes_figure_and_numbers(script, tmp_path):
     name = script.__name__
     assert json.loads((tmp_path / f"{name}.json").read_text())
     assert matplotlib.image.imread(tmp_path / f"{name}.png").shape[1] >= 1000
-    refuses(script.main, ["--outt", "x"], "--outt")
-    refuses(script.main, ["--out", tmp_path / f"{name}.json"], f"{name}.json")
 
 
 # --- spectra
-
-
-def test_linear_layer_leaks_with_the_amplitudes_of_its_weights():
-    bins, before, after, W = spectrum_leakage.linear_layer()
-    np.testing.assert_allclose(before[:, bins], np.eye(len(bins)), atol=1e-9)
-    np.testing.assert_allclose(after[:, bins], np.abs(W), atol=1e-9)
 
 
 def test_lemma_3_1_on_the_square_where_everything_is_known():
@@ -60,13 +52,6 @@ def test_lemma_3_1_on_the_square_where_everything_is_known():
     assert result["predicted_share"] == pytest.approx(1.0)
     energy = {b: a * a / 2 for b, a in expected.items() if b}
     assert result["printed_share"] == pytest.approx(1 - energy[b2 - b1] / sum(energy.values()))
-
-
-@pytest.mark.parametrize("g", spectrum_leakage.ACTIVATIONS.values())
-def test_activations_make_the_lemmas_frequencies_and_no_others(g):
-    result = spectrum_leakage.activation(g)
-    assert result["predicted_share"] > 0.999
-    assert 0.1 < result["new_share"] < 0.5 and result["printed_share"] < 0.7
 
 
 def test_misplaced_energy_of_a_tone_is_that_of_the_dirichlet_kernel():
@@ -104,12 +89,6 @@ def test_not_relative_is_zero_for_a_function_of_distance_and_grows_with_the_nois
     assert shares[0] < 1e-4 < 0.1 < shares[1] < shares[2] < 1
 
 
-def test_not_relative_is_one_where_distance_explains_nothing():
-    """Scores of i alone, drawn at random: every distance has the same mean, up to chance."""
-    scores = torch.randn(1, 400, 1, generator=torch.Generator().manual_seed(0))
-    assert relative.not_relative(scores.expand(-1, -1, 400)) > 0.95
-
-
 # --- with a checkpoint
 
 
@@ -142,8 +121,6 @@ def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
     assert result["ratio_q"] == pytest.approx(2, rel=0.15)
     assert result["ratio_k"] == pytest.approx(1, rel=0.15)
     assert len(result["q"]) == 4 and len(result["q"][0]) == 32
-    run = str(tmp_path / "run")
-    refuses(qk_activation.main, [run, "--tokens", "0"], "--tokens")
 
 
 @pytest.mark.parametrize("how", ["wrapped", "held", "held 2x"])
@@ -201,15 +178,6 @@ def test_the_picture_of_the_readme_is_drawn_from_the_results():
 # --- the notebook
 
 
-def test_the_tour_is_committed_with_its_outputs():
-    notebook = json.loads((ROOT / "experiments" / "tour.ipynb").read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    outputs = [out for cell in code for out in cell["outputs"]]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) >= 5
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    assert not any(out.get("name") == "stderr" for out in outputs)
-
-
 @pytest.mark.slow
 def test_the_tour_runs(tmp_path):
     """On models with next to no training, in a folder of its own; its exercise has an answer."""
@@ -224,16 +192,15 @@ def test_the_tour_runs(tmp_path):
         "[512, 1024, 2048, 4096, 8192]": "[512, 1024]",
         "# your lines": answers[0].split("\n")[0],
     }
-    source = "".join(cell.source for cell in code)
-    assert all(ours in source for ours in changes)
-    for cell in code:
-        for ours, small in changes.items():
+    for ours, small in changes.items():
+        assert any(ours in cell.source for cell in code)
+        for cell in code:
             cell.source = cell.source.replace(ours, small)
     resources = {"metadata": {"path": str(ROOT / "experiments")}}
     how = dict(timeout=300, kernel_name="python3", resources=resources)
     nbclient.NotebookClient(notebook, **how).execute()
-    outputs = [out for cell in code for out in cell.outputs if out.output_type == "stream"]
-    printed = "".join(out.text for out in outputs if out.name == "stdout")
+    outputs = [out for cell in code for out in cell.outputs]
+    printed = "".join(out.text for out in outputs if out.get("name") == "stdout")
     runs = {path.parent.name for path in tmp_path.glob("*/checkpoint.pt")}
     assert runs == {"rope_s0", "fope_sigma=0_sin_pad=0_s0"}
     assert "largest difference: 0.0\n" in printed and "slow pairs stopped" in printed
