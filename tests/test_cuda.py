@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import POSITION_EMBEDDINGS  # with those of the tests, in a new process, too
-from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,21 +86,15 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
     return kernel(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
 
 
-def fake_model(preset, pos):
-    """(model, recipe): weights are not drawn, since 1.2B of them would take a minute."""
-    recipe = RECIPES[preset].changed(pos=pos)
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    with (
-        patch.object(nn.init, "trunc_normal_", nothing),
-        patch.object(nn.Linear, "reset_parameters", nothing),
-        patch.object(nn.Embedding, "reset_parameters", nothing),
-    ):
-        return GPT(recipe), recipe
+def small(pos):
+    """(model, recipe): a layer of the 60M recipe, with few tokens."""
+    recipe = RECIPES["60M"].changed(pos=pos, n_layer=1, vocab_size=300)
+    return GPT(recipe), recipe
 
 
-def step(preset, pos):
+def step(pos):
     """Two training steps, each in two micro-batches, and what moved in each of them."""
-    model, recipe = fake_model(preset, pos)
+    model, recipe = small(pos)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to("cuda")
         optimizer = train.make_optimizer(model, recipe)
@@ -118,9 +111,9 @@ def step(preset, pos):
     return devices, loss.dtype, moved
 
 
-def read(preset, pos, length):
+def read(pos, length):
     """Evaluation of one text of `length` tokens and of an answer at its end, and two new tokens."""
-    model, _ = fake_model(preset, pos)
+    model, _ = small(pos)
     plans = []  # whether cuDNN may make one
     note = lambda *_: plans.append(torch.backends.cuda.cudnn_sdp_enabled())  # noqa: E731
     model.blocks[0].attn.register_forward_hook(note)
@@ -147,7 +140,7 @@ def slow_but_for(*quick):
 @pytest.mark.parametrize("pos", slow_but_for("alibi", "fope"))
 def test_a_step_on_cuda(on_fake_cuda, pos):
     """Nothing is waited for, and after the first, which makes the tables, nothing moved."""
-    devices, dtype, (first, second) = on_fake_cuda(step, "60M", pos)
+    devices, dtype, (first, second) = on_fake_cuda(step, pos)
     assert devices == {"cuda"} and dtype == torch.float32
     assert second == 0 and bool(first) == issubclass(POSITION_EMBEDDINGS[pos], RoPE)
 
@@ -156,8 +149,8 @@ def test_a_step_on_cuda(on_fake_cuda, pos):
 @pytest.mark.parametrize("pos", slow_but_for("fope"))
 def test_a_long_text_on_cuda(on_fake_cuda, pos):
     """8192 tokens, and generation, for which cuDNN makes no plan at every length."""
-    outputs, dtype, plans, kept = on_fake_cuda(read, "60M", pos, 8192)
-    text, answer = ("cuda", (1, 8192)), ("cuda", (1, 6, 50257))
+    outputs, dtype, plans, kept = on_fake_cuda(read, pos, 8192)
+    text, answer = ("cuda", (1, 8192)), ("cuda", (1, 6, 300))
     assert outputs == [text, answer, ("cuda", (1, 1)), ("cuda", (1, 1))]
     assert dtype == torch.float32
     assert plans == [True, True, False, False, False, False] and kept
@@ -168,24 +161,17 @@ def test_a_long_text_on_cuda(on_fake_cuda, pos):
 
 @pytest.mark.parametrize("pos", slow_but_for("fope", "kerple"))
 def test_graphs_of_a_compiled_run(pos):
-    """
-    Three in training: all blocks share one, validation has its own, and the loss. A longer text
-    makes at most one more, and what it leaves behind one for training and one for validation.
-    """
+    """Three in training: all blocks share one, validation has its own, and the loss."""
     torch._dynamo.reset()
     counters.clear()
     config = GPTConfig(pos=pos, train_len=64, vocab_size=300, n_layer=3, n_head=2, n_embd=64)
     model, graphs = GPT(config), []
     with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         model.compile_parts()
-        for n_steps, length in [(3, 64), (3, 64), (0, 32), (0, 128), (0, 256), (0, 512), (3, 64)]:
-            for _ in range(n_steps):
-                x = torch.randint(300, (4, 65))
-                model(x[:, :-1], x[:, 1:]).backward()
+        for length in (64, 64, 128, 256, 512, 64):  # of the text that is read after each step
+            x = torch.randint(300, (4, length + 1))
+            model(x[:, :64], x[:, 1:65]).backward()
             with torch.no_grad():
-                x = torch.randint(300, (2, length + 1))
                 model(x[:, :-1], x[:, 1:], reduction="none")
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[:2] == [3, 3]
-    assert all(n <= most for n, most in zip(graphs, [3, 3, 4, 5, 6, 7, 9], strict=True)), graphs
-    assert not counters["graph_break"]
+    assert graphs[:2] == [3, 3] and graphs[-1] <= 8 and not counters["graph_break"], graphs
