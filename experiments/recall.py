@@ -127,13 +127,13 @@ def main():
         for name, kind in tasks.items():
             task = kind(load_tokenizer(recipe.tokenizer, run).encode_ordinary, held_out.excerpt)
             first, second, distance = costs(model, task, recipe.train_len, args.trials, seed=0)
-            bins = np.array_split(np.argsort(distance), 4)
-            found[name] = [
-                dict(distance=int(distance[b].mean()), first=first[b].mean(), second=second[b].mean())
-                for b in bins
-            ]
-            for row in found[name]:
-                print(f"{run} {name}: {row['distance']} back, {row['first']:.2f} -> {row['second']:.2f}")
+            found[name] = []
+            for part in np.array_split(np.argsort(distance), 4):
+                row = {"distance": distance, "first": first, "second": second}
+                row = {key: float(values[part].mean()) for key, values in row.items()}
+                found[name].append(row)
+                cost = f"{row['first']:.2f} -> {row['second']:.2f}"
+                print(f"{run} {name}: {row['distance']:.0f} back, {cost}")
         results.append(found)
     save({"trials": args.trials, "models": results}, args.out, "recall")
 

@@ -205,3 +205,14 @@ def test_a_letter_is_as_red_as_its_loss(page):
             said = page.execute_script("return byId('says0').textContent")
             found = float(re.search(r"bytes: ([\d.]+) nats", said)[1])
             assert found == pytest.approx(sum(losses[1373:1501]) / 128, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1280])
+def test_it_fits_the_window(page, width):
+    size = dict(width=width, height=740, deviceScaleFactor=1, mobile=width < 500)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    wide = page.execute_script("drawAll(); return document.documentElement.scrollWidth")
+    slider = page.execute_script("return byId('position').offsetWidth")
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= width and slider > 90
