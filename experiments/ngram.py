@@ -2,22 +2,25 @@
 What counting letters gives: an n-gram that has counted the windows on which a model was trained.
 
     python experiments/ngram.py runs_out/tiny/data/bytes --seeds 3        two minutes
+    python experiments/ngram.py runs_out/reader --contexts 1 2 3          of the tokens of a run
 
 It is interpolated by Witten and Bell's rule. If N tokens of R kinds were seen after a context, and
 a next token n times, its probability is (n + R p) / (N + R), where p is its probability after the
-context that is shorter by one. It counts what a model of the recipe `tiny` with the same seed is
-trained on, reads what that model reads, and like it starts each window anew.
+context that is shorter by one. It counts what a run of train.py, or a model of the recipe `tiny`
+with the same seed, is trained on. It reads what that model reads, and starts each window anew.
 """
 
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from shared import Parser, save
 from torch import nn
 
+from checkpoint import load_checkpoint
 from common import one_sentence_errors
-from data import Batches, TokenData, load_tokenizer
+from data import Batches, TokenData
 from eval_perplexity import bytes_of_tokens, text_row
 from evaluation import spread_windows
 from recipe import RECIPES
@@ -60,20 +63,28 @@ def to_text(tokens):
 
 def main():
     parser = Parser(__doc__)
-    parser.add_argument("data", help="a folder of prepare_data.py, of bytes")
+    parser.add_argument("folder", help="of prepare_data.py, of bytes; or a run of train.py")
     parser.add_argument("--seeds", type=int, default=10, help="of so many models, from seed 1 on")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3, 4, 5], help="in tokens")
     args = parser.parse_args()
-    validation, results = TokenData(args.data, "val"), []
-    token_bytes = bytes_of_tokens(load_tokenizer("byte", args.data))
-    for seed in range(1, args.seeds + 1):
-        recipe = RECIPES["tiny"].changed(seed=seed, data=args.data, vocab_size=257)
-        batches = Batches(TokenData(args.data, "train"), recipe)
-        windows = [to_text(batches.sequence(i)) for i in range(recipe.tokens // recipe.train_len)]
+    if (Path(args.folder) / "checkpoint.pt").exists():
+        recipes = [load_checkpoint(args.folder)[0].config]
+    else:
+        tiny = RECIPES["tiny"].changed(data=args.folder, vocab_size=257)
+        recipes = [tiny.changed(seed=seed) for seed in range(1, args.seeds + 1)]
+    results = []
+    for recipe in recipes:
+        batches = Batches(TokenData(recipe.data, "train"), recipe)
+        validation = TokenData(recipe.data, "val")
+        n_sequences = recipe.n_steps * recipe.batch_size
+        windows = [to_text(batches.sequence(i)) for i in range(n_sequences)]
         tokens = spread_windows(validation, 8192, recipe.read_tokens // 8192)
-        for context in (3, 4, 5):
+        token_bytes = bytes_of_tokens(validation.tokenizer())
+        for context in args.contexts:
             model = NGram(windows, context, recipe.vocab_size)
             rows = {n: text_row(model, tokens, n, token_bytes) for n in (512, 8192)}
-            print(f"seed {seed}, {context} bytes: {rows[512]['loss']:.3f} {rows[8192]['loss']:.3f}")
+            losses = f"{rows[512]['loss']:.3f} {rows[8192]['loss']:.3f}"
+            print(f"seed {recipe.seed}, context {context}: {losses}")
             about = asdict(recipe) | {"pos": "n-gram", "pos_args": {"context": context}}
             results.append({"kind": "perplexity", "recipe": about, "lengths": rows})
     save({"results": results}, args.out, "ngram")

@@ -59,7 +59,7 @@ class Recall(Passkey):
 
 
 class Random(Recall):
-    """The same of random tokens, equally frequent: only copying helps to predict them."""
+    """The same of random tokens: almost nothing but copying helps to predict them."""
 
     copied = 0.8
 
@@ -70,8 +70,9 @@ class Random(Recall):
 class Shifted:
     """
     An embedding in whose first half of the heads a key is that of the token before. So a query
-    finds what followed an equal token, in one layer and not in two (the smeared keys of Olsson et
-    al., 2022): tiny models learn to copy within minutes.
+    finds what followed an equal token, in one layer and not in two: tiny models learn to copy
+    within minutes. Akin to the smeared keys of Olsson et al. (2022) and the key offset of
+    modded-nanogpt.
     """
 
     def rotate(self, q, k):

@@ -223,7 +223,8 @@ def swap_position_embedding(model, pos, train_len, *, rope_scaling=None, seed=0,
     """
     Exchange the position embedding of a Llama (LlamaForCausalLM) in place, and return it.
     pos: "nope", "alibi", "rope" or "fope"; pos_args are its further keywords, such as sigma=0.3.
-    train_len: the length in tokens that the model is fine-tuned at, which sets FoPE's floor.
+    train_len: the longest text in tokens that the model has learned, before or by the fine-tuning;
+    it sets FoPE's floor.
     rope_scaling: keywords of baselines.rope_scaling, for YaRN or interpolation. seed: of FoPE's
     noise. Every frequency above the floor stays on the pair that has learned it (cap=False), and
     the queries of a key head share its table (n_table). Refused for another architecture, for

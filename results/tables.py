@@ -148,12 +148,18 @@ def harms():
     results, lines = read_results(["enough", "keys", "temperature", "figure1_all"]), []
     for label, name in NAMES["harms"].items():
         of_label = results[KEYS, label]
-        learned = n_that_find_90([r["lengths"]["512"] for r in of_label if "512" in r["lengths"]])
-        cells = [*near_and_far(of_label, 2048), *near_and_far(of_label, 8192)]
-        lines.append([name, learned, *cells])
-    columns = ["models that find 90 % at 512"]
+        at_512 = [r for r in of_label if "512" in r["lengths"]]
+        learned = {r["recipe"]["seed"] for r in at_512 if r["lengths"]["512"]["accuracy"] >= 0.9}
+        cells = [f"{len(learned)} of {len(at_512)}"]
+        for length in (2048, 8192):
+            cells += near_and_far(of_label, length)
+            rows = [r["lengths"] for r in of_label if r["recipe"]["seed"] in learned]
+            found = [r[str(length)]["accuracy"] for r in rows if str(length) in r]
+            cells.append(f"{100 * np.mean(found):.0f}" if found else "")
+        lines.append([name, *cells])
+    columns = ["models that have learned the task"]
     for n in (2048, 8192):
-        columns += [f"near at {n}, %", "far, %", "models that find 90 %"]
+        columns += [f"near at {n}, %", "far, %", "models that find 90 %", "learned models, %"]
     return markdown(["whole passkeys", *columns], lines)
 
 
@@ -165,9 +171,11 @@ def headline():
         found = near_and_far(results[KEYS, keys], 2048)
         lines.append([name, *perplexities(of_text), *found, str(len(of_text) or "")])
     counted = counted_letters(5)
-    lines.append(["counting five letters", *perplexities(counted), "", "", "", str(len(counted))])
+    cells = [*perplexities(counted), "", "", "", str(len(counted))]
+    lines.append(["counting, by the last five letters", *cells])
     columns = ["perplexity at 512", "at 8192", "passkeys at 2048, near, %", "far, %"]
-    return markdown(["", *columns, "models that find 90 %", "models for text"], lines)
+    columns += ["models that find 90 % at 2048", "models for text"]
+    return markdown(["", *columns], lines)
 
 
 def perplexities(models):
@@ -184,7 +192,7 @@ def counted_letters(context):
     return [result["lengths"] for result in of_context]
 
 
-PLACES = [(8, 16), (32, 64), (384, 512)]  # in a window of 512
+PLACES = [(8, 16), (16, 32), (32, 64), (384, 512)]  # in a window of 512
 READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"]
 
 

@@ -180,14 +180,13 @@ def test_the_picture_of_the_readme_is_drawn_from_the_results():
 
 @pytest.mark.slow
 def test_the_tour_runs(tmp_path):
-    """On models with next to no training, in a folder of its own; its exercise has an answer."""
+    """On shorter texts, in a folder of its own; its exercise has an answer."""
     nbclient = pytest.importorskip("nbclient")
     notebook = pytest.importorskip("nbformat").read(ROOT / "experiments" / "tour.ipynb", 4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     answers = [line for cell in notebook.cells for line in cell.source.split("```python\n")[1:]]
     changes = {
         "runs_out/tour": str(tmp_path),
-        '"512000"': '"2048"',
         "4 * 8192": "1024",
         "[512, 1024, 2048, 4096, 8192]": "[512, 1024]",
         "# your lines": answers[0].split("\n")[0],
@@ -201,6 +200,4 @@ def test_the_tour_runs(tmp_path):
     nbclient.NotebookClient(notebook, **how).execute()
     outputs = [out for cell in code for out in cell.outputs]
     printed = "".join(out.text for out in outputs if out.get("name") == "stdout")
-    runs = {path.parent.name for path in tmp_path.glob("*/checkpoint.pt")}
-    assert runs == {"rope_s0", "fope_sigma=0_sin_pad=0_s0"}
     assert "largest difference: 0.0\n" in printed and "slow pairs stopped" in printed

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TRAIN_FLAGS, log, run_training, same, untimed_log, weights
@@ -63,9 +64,11 @@ def test_two_processes_train_and_evaluate_as_one(data_folder, tmp_path):
         assert ours == pytest.approx(expected, abs=1e-5 if "loss" in key else 1e-3)
     for script, more in ((eval_perplexity, "--max_tokens=3000"), (eval_passkey, "--trials=9")):
         argv = [str(one), "--lengths=256,512", more, "--device=cpu", "--out"]
-        script.main([*argv, str(tmp_path / "one.json")])
-        torchrun(script.__file__, *argv, tmp_path / "two.json")
-        alone, both = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "two"))
+        kind = Path(script.__file__).stem
+        script.main([*argv, str(tmp_path / f"{kind}_one.json")])
+        torchrun(script.__file__, *argv, tmp_path / f"{kind}_two.json")
+        files = (tmp_path / f"{kind}_{n}.json" for n in ("one", "two"))
+        alone, both = (json.loads(file.read_text()) for file in files)
         assert both["hardware"].startswith("2 x ")
         for length, expected in alone["lengths"].items():
             assert both["lengths"][length] == {
