@@ -226,22 +226,13 @@ def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
-def places(study):
-    """The loss of SmolLM2 by place in a long text, of the files of a study in names.toml."""
-    names = NAMES["places"][study]
+def places():
+    """The loss of SmolLM2 by place in a long text."""
+    names = NAMES["places"]["files"]
     return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
 
 
-def places_untrained():
-    return places("untrained")
-
-
-def places_tuned():
-    return places("tuned")
-
-
-TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause)
-TABLES += (places_untrained, places_tuned)
+TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause, places)
 CITED = {function.__name__: function for function in TABLES}
 
 

@@ -19,14 +19,11 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import decay
 import ngram
 import page
-import qk_activation
 import relative
 import spectrum_leakage
 import wrap
 
-from checkpoint import save_checkpoint
 from fope import FoPE, NoPE, RoPE, rope_freqs
-from model import GPT, GPTConfig
 
 
 @pytest.mark.parametrize("script", [decay, relative, spectrum_leakage])
@@ -104,23 +101,6 @@ def test_an_ngram_counts_and_interpolates_by_hand():
     idx, targets = torch.tensor([[97, 97]]), torch.tensor([[97, 98]])
     losses = model(idx, targets, reduction="none")
     assert losses.tolist()[0] == pytest.approx([-math.log(p) for p in after_a[:2]])
-
-
-def test_qk_activation_sees_queries_and_keys_before_the_rotation(tmp_path):
-    """Queries made twice as large under the floor must be seen so, and keys as they are."""
-    shape = dict(n_layer=4, n_head=16, head_dim=32, n_embd=64)
-    model = GPT(GPTConfig("rope", train_len=64, vocab_size=128, **shape))
-    slow = qk_activation.under_the_floor(32, 10000.0, 64)
-    assert slow.tolist() == (rope_freqs(32) < 2 * math.pi / 64).tolist() * 2
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight[:512][slow.repeat(16)] *= 2
-    save_checkpoint(tmp_path / "run", model)
-    qk_activation.main([str(tmp_path / "run"), "--out", str(tmp_path)])
-    (result,) = json.loads((tmp_path / "qk_activation.json").read_text())["models"]
-    assert result["ratio_q"] == pytest.approx(2, rel=0.15)
-    assert result["ratio_k"] == pytest.approx(1, rel=0.15)
-    assert len(result["q"]) == 4 and len(result["q"][0]) == 32
 
 
 @pytest.mark.parametrize("how", ["wrapped", "held", "held 2x"])
