@@ -175,22 +175,11 @@ def read_validation(recipe):
     return tokens
 
 
-# of cards by torch's name for them, in bf16, dense, in FLOP/s, as the makers say
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
-
-
 def throughput(tokens_per_s, model, device):
     """For the log: tokens/s; MFU, the share of a known card's peak; its peak memory in GB."""
     measured = {"tokens_per_s": round(tokens_per_s)}
     if device.type == "cuda":
-        if peak := PEAK_FLOPS.get(torch.cuda.get_device_name(device)):
+        if peak := common.peak_flops(torch.cuda.get_device_name(device)):
             flops = tokens_per_s * model.flops_per_token() / common.world_size()
             measured["mfu"] = round(flops / peak, 4)
         measured["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
