@@ -1,6 +1,7 @@
 """The numbers, tables, links and commands of README, report and pages are those of the project."""
 
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from checkpoint import load_checkpoint
+from data import load_tokenizer, window_loss
+from eval_passkey import task_accuracy
 from rows import half_interval, read_rows
+from tasks import PasskeyAnywhere
 
 README, REPORT = "README.md", "results/README.md"
 TEXTS = [README, REPORT, "results/mechanism/README.md", "assignments/README.md"]
@@ -94,6 +99,22 @@ def test_what_does_not_rise_and_who_finds_no_key():
     assert {*keys("figure1", "RoPE")[3:]} == {*keys("enough", "RoPE")[2:]} == {"0%"}
     none = values("figure1", "FoPE", "accuracy", [8192], "passkey") == 0
     assert none.mean() == 0.5  # "half of its seeds none"
+
+
+# --- the trained models
+
+
+@pytest.mark.parametrize("pos", ["rope", "fope"])
+def test_the_models_of_the_repository_have_learned_their_tasks(pos):
+    text, about, _ = load_checkpoint(ROOT / "models" / f"text_{pos}")
+    passage = json.loads(read("results/mechanism/strip.json"))["passages"][0]["text"]
+    tokens = np.frombuffer(passage.encode()[:513], dtype=np.uint8).astype(np.int64)
+    assert text.config.pos == pos and window_loss(text, tokens, 512).mean() < 1.7
+    assert not about["commit"].endswith("dirty")
+    folder = ROOT / "models" / f"keys_{pos}"
+    keys, _, _ = load_checkpoint(folder)
+    task = PasskeyAnywhere(load_tokenizer(keys.config.tokenizer, folder).encode_ordinary)
+    assert task_accuracy(keys, task, 512, trials=10, seed=0)["accuracy"] >= 0.9
 
 
 # --- links, commands
