@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import decay
 import ngram
 import page
+import recall
 import relative
 import spectrum_leakage
 import wrap
@@ -135,6 +136,35 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
     refuses(wrap.main, [nope, *flags], "nope_s1")
+
+
+# --- a passage that comes again
+
+
+def test_a_passage_comes_again_at_its_distance_and_costs_are_of_its_two_places():
+    rng, (low, high) = np.random.default_rng(0), (0, 100)
+    task = recall.Recall(None, lambda n, rng: rng.integers(low, high, n))
+    tokens, n, distance = task.sample(128, rng)
+    assert len(tokens) == 128 and n == recall.PASSAGE - recall.CUE
+    assert (tokens[-recall.PASSAGE :] == tokens[-recall.PASSAGE - distance : 128 - distance]).all()
+    assert len(task.document(64, rng, eot=0)) == 65
+
+    class Model(torch.nn.Module):  # the loss of a token is its number
+        def forward(self, idx, targets, reduction):
+            return targets.float()
+
+    model = Model()
+    model.weight = torch.nn.Parameter(torch.zeros(1))
+    first, second, distances = recall.costs(model, task, 128, n_trials=3, seed=0)
+    assert (first == second).all() and (distances < 128).all()
+
+
+def test_shifted_keys_are_those_of_the_token_before_in_half_of_the_heads():
+    shape = dict(head_dim=8, n_head=2, train_len=16)
+    q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
+    before = torch.cat((torch.zeros(1, 1, 1, 8), k[:, :1, :-1]), dim=2)
+    expected = RoPE(**shape).scores(q, torch.cat((before, k[:, 1:]), dim=1))
+    torch.testing.assert_close(recall.ShiftedRoPE(**shape).scores(q, k), expected)
 
 
 # --- the page, and README's picture
