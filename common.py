@@ -172,6 +172,20 @@ def file_sha256(path):
 
 # --- devices, and the processes that torchrun starts
 
+# of cards by torch's name for them, in bf16, dense, in FLOP/s, as the makers say
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
+
+
+def peak_flops(card):
+    return PEAK_FLOPS.get(card)
+
 
 def autocast(device):
     """bf16 where a CUDA or XPU device has it in hardware, fp32 elsewhere."""
@@ -225,21 +239,6 @@ def all_reduce_sum(tensor):
 
 
 # --- where a result comes from
-
-
-# of cards by torch's name for them, in bf16, dense, in FLOP/s, as the makers say
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
-
-
-def peak_flops(card):
-    return PEAK_FLOPS.get(card)
 
 
 def git_commit():

@@ -1,11 +1,15 @@
-"""
+r"""
 Does a model use what stands far back? A passage of a text comes again: what does it cost then?
 
-    python train.py --preset tiny --data data/bpe --task experiments.recall.Random \
-        --task_share 1 --tokens 4096000 --out runs_out/warm
-    python train.py --init_from runs_out/warm --task experiments.recall.Recall --task_share 1 \
-        --tokens 4096000 --out runs_out/reader
+    python train.py --preset tiny --pos experiments.recall.ShiftedRoPE --data data/bpe --lr 2e-3 \
+        --task experiments.recall.Random --task_share 1 --train_len 64 --batch_size 16 \
+        --eval_tokens 1024 --out runs_out/warm
+    python train.py --init_from runs_out/warm --seed 1 --train_len 512 --data data/bpe \
+        --task experiments.recall.Recall --task_share 0.5 --tokens 2048000 --out runs_out/reader
     python experiments/recall.py runs_out/reader
+
+First a model learns to copy random tokens in short windows, then it reads text in which passages
+come again. results/APPENDIX.md has what else was tried.
 
 A trial is a held-out text in which a passage of PASSAGE tokens stands somewhere, and again at the
 end. Its first CUE tokens tell which passage it is; the loss of the others is compared with their
@@ -20,7 +24,10 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from fope import ALiBi, FoPE, RoPE
+from checkpoint import load_checkpoint
+from common import one_sentence_errors
+from data import TokenData, load_tokenizer, window_loss
+from fope import RoPE
 from tasks import Passkey
 
 PASSAGE, CUE = 32, 8
@@ -67,9 +74,9 @@ class Random(Recall):
         return rng.choice(np.unique(self.read(8 * n, rng)), n)
 
 
-class Shifted:
+class ShiftedRoPE(RoPE):
     """
-    An embedding in whose first half of the heads a key is that of the token before. So a query
+    RoPE in which half of the heads see, in the place of a key, that of the token before. So a query
     finds what followed an equal token, in one layer and not in two: tiny models learn to copy
     within minutes. Akin to the smeared keys of Olsson et al. (2022) and the key offset of
     modded-nanogpt.
@@ -81,38 +88,20 @@ class Shifted:
         return super().rotate(q, k)
 
 
-class ShiftedRoPE(Shifted, RoPE):
-    pass
-
-
-class ShiftedFoPE(Shifted, FoPE):
-    pass
-
-
-class ShiftedALiBi(Shifted, ALiBi):
-    pass
-
-
 def costs(model, task, length, n_trials, seed):
     """Nats per token of a passage at its first place and its second, and their distance: (N,)."""
-    from data import window_loss
-
     rngs = (np.random.default_rng((seed, i)) for i in range(n_trials))
     samples = [task.sample(length, rng) for rng in rngs]
     # (N, length - 1): the loss of token i + 1 stands at i
     losses = window_loss(model, np.stack([tokens for tokens, *_ in samples]), length - 1)
-    _, n, distances = map(np.array, zip(*samples, strict=True))
-    n = n[0]
+    distances, n = np.array([distance for *_, distance in samples]), PASSAGE - CUE
     ends = length - 1 - distances  # of the first copy, as the second's end is length - 1
     first = np.array([row[end - n : end].mean() for row, end in zip(losses, ends, strict=True)])
     return first, losses[:, -n:].mean(axis=1), distances
 
 
 def main():
-    from shared import Parser, save
-
-    from checkpoint import load_checkpoint
-    from data import TokenData, load_tokenizer
+    from shared import Parser, save  # here, since train.py imports this file for its classes
 
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", help="folders of train.py")
@@ -123,10 +112,10 @@ def main():
         model, *_ = load_checkpoint(run)
         recipe = model.config
         held_out = TokenData(recipe.data, "val")
-        tasks = {"text": Recall, "random": Random}
         found = {"run": run, "recipe": vars(recipe)}
-        for name, kind in tasks.items():
-            task = kind(load_tokenizer(recipe.tokenizer, run).encode_ordinary, held_out.excerpt)
+        encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
+        for name, task_type in (("text", Recall), ("random", Random)):
+            task = task_type(encode, held_out.excerpt)
             first, second, distance = costs(model, task, recipe.train_len, args.trials, seed=0)
             found[name] = []
             for part in np.array_split(np.argsort(distance), 4):
@@ -140,6 +129,4 @@ def main():
 
 
 if __name__ == "__main__":
-    from common import one_sentence_errors
-
     one_sentence_errors(main)()
