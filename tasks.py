@@ -102,30 +102,7 @@ class PasskeyAnywhere(Passkey):
         return np.append(trial, rest[: length + 1 - len(trial)]).astype(np.int64)
 
 
-class PasskeyInText(PasskeyAnywhere):
-    """
-    The same, hidden in the text of the data. Half of the documents have the five sentences as
-    before, so one model can be asked in both fillers.
-    """
-
-    def __init__(self, encode, read):
-        super().__init__(encode, read)
-        self.in_sentences = PasskeyAnywhere(encode)
-
-    def filler(self, n, rng):
-        return self.read(n, rng)
-
-    def document(self, length, rng, eot):
-        if rng.random() < 0.5:
-            return self.in_sentences.document(length, rng, eot)
-        return super().document(length, rng, eot)
-
-
-TASKS = {
-    "passkey": Passkey,
-    "passkey_anywhere": PasskeyAnywhere,
-    "passkey_in_text": PasskeyInText,
-}
+TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}
 
 
 def task_class(name):

@@ -17,6 +17,7 @@ from conftest import ROOT, refuses, run_training
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import decay
+import filler
 import ngram
 import page
 import recall
@@ -24,7 +25,10 @@ import relative
 import spectrum_leakage
 import wrap
 
+from data import TokenData
 from fope import FoPE, NoPE, RoPE, rope_freqs
+from model import GPT, GPTConfig
+from tasks import PasskeyAnywhere
 
 
 @pytest.mark.parametrize("script", [decay, relative, spectrum_leakage])
@@ -165,6 +169,53 @@ def test_shifted_keys_are_those_of_the_token_before_in_half_of_the_heads():
     before = torch.cat((torch.zeros(1, 1, 1, 8), k[:, :1, :-1]), dim=2)
     expected = RoPE(**shape).scores(q, torch.cat((before, k[:, 1:]), dim=1))
     torch.testing.assert_close(recall.ShiftedRoPE(**shape).scores(q, k), expected)
+
+
+# --- passkeys in another filler
+
+
+def test_passkeys_are_hidden_in_the_text_of_the_data_and_in_half_of_the_documents_in_sentences(
+    data_folder,
+):
+    data = TokenData(data_folder, "train")
+    decode = data.tokenizer().decode
+    words = decode(data.read(0, len(data)).tolist())
+    task = filler.PasskeyInText(data.tokenizer().encode_ordinary, data.excerpt)
+    tokens, n_answer, distance = task.sample(1024, np.random.default_rng(0))
+    needle = decode(tokens[: 1024 - n_answer - distance].tolist()).split("\n")[-2]
+    assert needle.startswith(f"The pass key is {decode(tokens[-n_answer:].tolist()).strip()}.")
+    assert decode(tokens[: 1024 - n_answer - distance].tolist()).split("\n")[1][:40] in words
+    documents = [decode(task.document(1024, np.random.default_rng(i), 0)) for i in range(40)]
+    assert 10 < sum("The grass is green" in document for document in documents) < 30
+
+
+def test_a_mask_leaves_the_last_keys_and_what_is_shown():
+    shown = torch.tensor([True, False, False, False, False])
+    mask = filler.visible(5, 2, shown).int().tolist()
+    assert mask == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 1, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
+
+
+def test_a_mask_that_hides_nothing_gives_the_same_answers_and_hiding_the_passkey_others(
+    data_folder,
+):
+    data = TokenData(data_folder, "train")
+    task = PasskeyAnywhere(data.tokenizer().encode_ordinary)
+    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
+    tokens, n, _ = task.sample(256, np.random.default_rng(0))
+    logits = model(torch.from_numpy(tokens)[None, :-1])
+    for mask in (None, filler.visible(255, 256, torch.zeros(255, dtype=torch.bool))):
+        filler.answers(model, tokens, n, mask)
+        torch.testing.assert_close(model(torch.from_numpy(tokens)[None, :-1]), logits)
+    filler.answers(model, tokens, n, filler.visible(255, 8, torch.zeros(255, dtype=torch.bool)))
+    assert not torch.allclose(model(torch.from_numpy(tokens)[None, :-1]), logits)
 
 
 # --- the page, and README's picture

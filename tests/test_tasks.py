@@ -10,7 +10,6 @@ import eval_passkey
 import train
 from data import Batches, TokenData
 from recipe import RECIPES
-from tasks import PasskeyInText
 
 MINE = """
 import numpy as np
@@ -74,21 +73,6 @@ def test_a_task_of_ones_own_is_trained_and_asked_in_the_text_of_the_data(
         line for line in data.tokenizer().decode(row.tolist()).split("\n")[1:] if len(line) > 40
     )
     assert line in words and "The grass is green" not in line
-
-
-def test_passkeys_are_hidden_in_the_text_of_the_data_and_in_half_of_the_documents_in_sentences(
-    data_folder,
-):
-    data = TokenData(data_folder, "train")
-    decode = data.tokenizer().decode
-    words = decode(data.read(0, len(data)).tolist())
-    task = PasskeyInText(data.tokenizer().encode_ordinary, data.excerpt)
-    tokens, n_answer, distance = task.sample(1024, np.random.default_rng(0))
-    needle = decode(tokens[: 1024 - n_answer - distance].tolist()).split("\n")[-2]
-    assert needle.startswith(f"The pass key is {decode(tokens[-n_answer:].tolist()).strip()}.")
-    assert decode(tokens[: 1024 - n_answer - distance].tolist()).split("\n")[1][:40] in words
-    documents = [decode(task.document(1024, np.random.default_rng(i), 0)) for i in range(40)]
-    assert 10 < sum("The grass is green" in document for document in documents) < 30
 
 
 def test_an_unknown_task_is_a_sentence(mine, data_folder, checkpoint, tmp_path):
