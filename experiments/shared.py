@@ -20,7 +20,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # a method's colour is that of figure.py
 GREY, GREEN, BLUE, RED = (STYLES[name][0] for name in ("NoPE", "ALiBi", "RoPE", "FoPE"))
-WINDOW = STYLES["RoPE, window of 512"][0]
 SLOW, FAST = (PAIRS[name][0] for name in ("slow", "fast"))
 BLACK, BROWN, PINK = "#000000", "#8A6D00", "#B83280"
 

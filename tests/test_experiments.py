@@ -16,27 +16,23 @@ from conftest import ROOT, refuses, run_training
 
 sys.path.insert(0, str(ROOT / "experiments"))
 
-import decay
 import filler
 import ngram
 import page
 import recall
-import relative
 import spectrum_leakage
 import wrap
 
 from data import TokenData
-from fope import FoPE, NoPE, RoPE, rope_freqs
+from fope import RoPE
 from model import GPT, GPTConfig
 from tasks import PasskeyAnywhere
 
 
-@pytest.mark.parametrize("script", [decay, relative, spectrum_leakage])
-def test_script_writes_figure_and_numbers(script, tmp_path):
-    script.main(["--out", str(tmp_path)])
-    name = script.__name__
-    assert json.loads((tmp_path / f"{name}.json").read_text())
-    assert matplotlib.image.imread(tmp_path / f"{name}.png").shape[1] >= 1000
+def test_spectra_write_a_figure_and_numbers(tmp_path):
+    spectrum_leakage.main(["--out", str(tmp_path)])
+    assert json.loads((tmp_path / "spectrum_leakage.json").read_text())
+    assert matplotlib.image.imread(tmp_path / "spectrum_leakage.png").shape[1] >= 1000
 
 
 # --- spectra
@@ -63,32 +59,6 @@ def test_misplaced_energy_of_a_tone_is_that_of_the_dirichlet_kernel():
     expected = kernel[x > 2 * np.pi / N].sum() * 2 / (2 * kernel.sum() + N**2)
     (misplaced,) = spectrum_leakage.misplaced_energy([math.pi / 2], N)
     assert misplaced == pytest.approx(expected, rel=0.02)
-
-
-# --- decay
-
-
-def test_decay_curves_are_the_mean_cosine():
-    freqs = rope_freqs(64)
-    T = 40
-    direct = [sum(math.cos(n * w) for w in freqs.tolist()) / 32 for n in range(T)]
-    np.testing.assert_allclose(decay.mean_cosine(freqs, T), direct, atol=1e-6)
-    np.testing.assert_allclose(decay.constant_content(RoPE(**decay.SHAPE), T), direct, atol=1e-4)
-    np.testing.assert_allclose(decay.constant_content(NoPE(**decay.SHAPE), T), 1.0)
-
-
-# --- relative
-
-
-def test_not_relative_is_zero_for_a_function_of_distance_and_grows_with_the_noise():
-    rope = relative.scores_of_one_content(RoPE(**relative.SHAPE), 100)
-    assert relative.not_relative(rope) < 1e-4
-    shares = []
-    for sigma in (0.0, 0.1, 0.4):
-        torch.manual_seed(0)
-        pos = FoPE(**relative.SHAPE, sigma=sigma, variant="paper")
-        shares.append(relative.not_relative(relative.scores_of_one_content(pos, 100)))
-    assert shares[0] < 1e-4 < 0.1 < shares[1] < shares[2] < 1
 
 
 # --- with a checkpoint
