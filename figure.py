@@ -56,8 +56,9 @@ SMALL = 9  # points: ten pixels, where a figure is 838 px wide, as in a README
 def styles(labels):
     """{label: line style}: fixed for the methods above, further ones for everything else."""
     fixed = {name: {"color": colour, "marker": m} for name, (colour, m, _) in STYLES.items()}
-    for suffix in (" + QK-norm", ", qk_norm"):  # dashed
-        fixed |= {f"{name}{suffix}": fixed[name] | {"ls": "--"} for name in STYLES}
+    suffixes = {" + QK-norm": "--", ", qk_norm": "--", ", with temperature": "--"}
+    for suffix, ls in (suffixes | {", newer models": "-"}).items():
+        fixed |= {f"{name}{suffix}": fixed[name] | {"ls": ls} for name in STYLES}
     used = {fixed[label]["color"] for label in labels if label in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
     more = itertools.cycle([style | ls for ls in ({}, {"ls": ":"}, {"ls": "-."}) for style in more])
