@@ -58,8 +58,8 @@ class Recall(Passkey):
         while len(tokens) <= length:
             n = int(rng.integers(4, longest + 1))
             if rng.random() < self.copied:
-                # The square makes early places likelier: else few copies would be far back.
-                start = int(rng.random() ** 2 * max(1, len(tokens) - n + 1))
+                # The power makes early places likelier: else few copies would be far back.
+                start = int(rng.random() ** 1.5 * max(1, len(tokens) - n + 1))
                 tokens = np.append(tokens, tokens[start : start + n])
             else:
                 tokens, n_read = np.append(tokens, text[n_read : n_read + n]), n_read + n
