@@ -5,16 +5,17 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
         --pos rope --lr 1e-3 --out runs_out/in_text
     python eval_passkey.py runs_out/in_text                 in the text of the data
     python eval_passkey.py runs_out/in_text --task passkey_anywhere --trials 100
-    python experiments/filler.py runs_out/in_text           with the far filler hidden
+    python experiments/filler.py runs_out/in_text models/keys_rope     with the far filler hidden
 
 The last one asks RoPE's or FoPE's models each trial twice: as it is, and with a mask. Under the
 mask a query attends to the last train_len keys, to the passkey and to the first lines of the
 prompt, and to nothing else. Each key keeps its position. So a model that fails as it is and answers
 under the mask has failed because of the filler. One that fails under the mask, too, cannot use a
-passkey at such a distance.
+passkey at such a distance. RoPE is asked once more with YaRN, without its temperature.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, with_pos
 from common import one_sentence_errors
 from data import TokenData, load_tokenizer
 from tasks import PasskeyAnywhere, task_class
@@ -88,26 +89,33 @@ def main():
 
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of train.py")
-    parser.add_argument("--task", default="passkey_anywhere", help="whose trials are asked")
+    parser.add_argument("--task", nargs="+", default=["passkey_anywhere"], help="what is asked")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--trials", type=int, default=100)
     args = parser.parse_args()
     results = []
-    for run in args.runs:
+    for run, name, length, yarn in product(args.runs, args.task, args.lengths, (False, True)):
         model = load_checkpoint(run)[0].eval()
         recipe = model.config
+        if yarn:  # keeps the slow pairs at the angles of training, for which FoPE has no need
+            if recipe.pos != "rope" or length <= recipe.train_len:
+                continue
+            scaling = {"kind": "yarn", "factor": length / recipe.train_len}
+            model = with_pos(model, recipe.read_with(rope_scaling=scaling)).eval()
         encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
-        task = task_class(args.task)(encode, TokenData(recipe.data, "val").excerpt)
-        for length in args.lengths:
-            rows = ask(model, task, length, args.trials, seed=0)
-            near = rows[:, 0] < recipe.train_len
-            found = {"run": run.name, "recipe": vars(recipe), "length": length}
-            for name, part in (("near", rows[near]), ("far", rows[~near])):
-                as_it_is, hidden = part[:, 1:].mean(axis=0).tolist() if len(part) else (None, None)
-                found[name] = {"trials": len(part), "as_it_is": as_it_is, "hidden": hidden}
-                print(f"{run.name} at {length}, {name}: {as_it_is} as it is, {hidden} hidden")
-            results.append(found)
-    save({"task": args.task, "models": results}, args.out, "filler")
+        task = task_class(name)(encode, TokenData(recipe.data, "val").excerpt)
+        rows = ask(model, task, length, args.trials, seed=0)
+        near = rows[:, 0] < recipe.train_len
+        found = {"run": run.name, "recipe": vars(recipe), "task": name, "length": length}
+        found |= {"yarn": yarn}
+        for where, part in (("near", rows[near]), ("far", rows[~near])):
+            if len(part):
+                as_it_is, hidden = part[:, 1:].mean(axis=0).tolist()
+                found[where] = {"trials": len(part), "as_it_is": as_it_is, "hidden": hidden}
+                how = f"{name}, {length}{', yarn' * yarn}, {where}"
+                print(f"{run.name}, {how}: {as_it_is:.2f} -> {hidden:.2f}")
+        results.append(found)
+    save({"models": results}, args.out, "filler")
 
 
 if __name__ == "__main__":
