@@ -68,7 +68,7 @@ def correct(found):
 
 
 def primary_table(found):
-    """What compare() returns."""
+    """What compare() returns, and what it says: by the test, or by the interval alone."""
     measures = {"loss": ("loss", 1, 3), "accuracy": ("whole passkeys, %", 100, 0)}
     measures["token_accuracy"] = ("digits, %", 100, 0)
     lines = []
@@ -76,8 +76,13 @@ def primary_table(found):
         name, factor, digits = measures[one["measure"]]
         mean, half = (f"{factor * one[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         compared = f"{one['label']} minus {one['to']}, {name} at {one['length']} ({one['figure']})"
-        lines.append([compared, str(one["seeds"]), f"{mean} ± {half[1:]}", f"{one['p_holm']:.2g}"])
-    return markdown(["primary comparison", "models", "difference", "p (Holm)"], lines)
+        so = "unclear"
+        if abs(one["mean"]) > one["half_interval"]:
+            side = "more" if one["mean"] > 0 else "less"
+            so = side if one["p_holm"] < 0.05 else f"{side}, by the interval alone"
+        models, difference, p = str(one["seeds"]), f"{mean} ± {half[1:]}", f"{one['p_holm']:.2g}"
+        lines.append([compared, models, difference, p, so])
+    return markdown(["compared", "models", "difference", "p (Holm)", "so it is"], lines)
 
 
 def main():

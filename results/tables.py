@@ -226,13 +226,20 @@ def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
 
 
+def named():
+    """All comparisons that were named beforehand."""
+    return primary_table(
+        [one for name in SEEDS for one in read_json(RESULTS / f"{name}.json", kind=list)]
+    )
+
+
 def places():
     """The loss of SmolLM2 by place in a long text."""
     names = NAMES["places"]["files"]
     return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
 
 
-TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause, places)
+TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause, named, places)
 CITED = {function.__name__: function for function in TABLES}
 
 
