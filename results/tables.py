@@ -163,6 +163,22 @@ def harms():
     return markdown(["whole passkeys", *columns], lines)
 
 
+def masked():
+    """Whole passkeys at 2048, as it is and with the far filler hidden: means over the models."""
+    every, lines = read_json(RESULTS / "mechanism" / "filler.json")["models"], []
+    every = [m for m in every if m["task"] == KEYS and m["length"] == 2048]
+    for name, pos, yarn in (
+        ("RoPE", "rope", False),
+        ("RoPE with YaRN", "rope", True),
+        ("FoPE", "fope", False),
+    ):
+        models = [m for m in every if (m["recipe"]["pos"], m["yarn"]) == (pos, yarn)]
+        for title, how in ((name, "as_it_is"), (f"{name}, far filler hidden", "hidden")):
+            found = [100 * np.mean([m[where][how] for m in models]) for where in ("near", "far")]
+            lines.append([title, *(f"{share:.0f}" for share in found), str(len(models))])
+    return markdown(["whole passkeys at 2048", "near, %", "far, %", "models"], lines)
+
+
 def headline():
     """Means over the models: perplexities of text, and whole passkeys at 2048."""
     results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
@@ -239,7 +255,20 @@ def places():
     return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
 
 
-TABLES = (headline, summary, ngram, harms, untrained, removed, more, sizes, cause, named, places)
+TABLES = (
+    headline,
+    summary,
+    ngram,
+    harms,
+    masked,
+    untrained,
+    removed,
+    more,
+    sizes,
+    cause,
+    named,
+    places,
+)
 CITED = {function.__name__: function for function in TABLES}
 
 
