@@ -7,14 +7,15 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
     python eval_passkey.py runs_out/in_text --task passkey_anywhere --trials 100
     python experiments/filler.py runs_out/in_text models/keys_rope     with the far filler hidden
 
-The last one asks RoPE's or FoPE's models each trial twice: as it is, and with a mask. Under the
-mask a query attends to the last train_len keys, to the passkey and to the first lines of the
-prompt, and to nothing else. Each key keeps its position. So a model that fails as it is and answers
-under the mask has failed because of the filler. One that fails under the mask, too, cannot use a
-passkey at such a distance. RoPE is asked once more with YaRN, without its temperature.
+The last one asks RoPE's or FoPE's models each trial four times. A mask hides the far filler from no
+query, from all queries, from the question and answer alone, or from the passkey alone. These then
+see the last train_len keys, the passkey and the first lines of the prompt. Each key keeps its
+position. RoPE is asked once more with YaRN, without its temperature, so that its slow pairs show
+angles that training had: else the mask would hide the filler and new angles at once.
 """
 
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -24,9 +25,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import load_checkpoint, with_pos
-from common import one_sentence_errors
+from common import Refused, one_sentence_errors
 from data import TokenData, load_tokenizer
-from tasks import PasskeyAnywhere, task_class
+from tasks import QUESTION, PasskeyAnywhere, task_class
 
 
 class PasskeyInText(PasskeyAnywhere):
@@ -48,40 +49,48 @@ class PasskeyInText(PasskeyAnywhere):
         return super().document(length, rng, eot)
 
 
-def visible(length, train_len, shown):
-    """Which key a query attends to, (length, length) bool. shown: the keys that all queries see."""
+def visible(length, train_len, shown, rows=slice(None)):
+    """
+    Which key a query attends to, (length, length) bool. Those in `rows` see the last train_len keys
+    and the keys in `shown`, which are marked, all other queries see every key before them.
+    """
     i = torch.arange(length)
     distance = i[:, None] - i
-    return (distance >= 0) & ((distance < train_len) | shown)
+    mask = distance >= 0
+    mask[rows] &= ((distance < train_len) | shown)[rows]
+    return mask
 
 
 @torch.no_grad()
-def answers(model, tokens, n_answer, mask=None):
-    """Whether each token of the answer is right, with all keys or with those of a mask."""
+def answers(model, tokens, n_answer, mask):
+    """Whether the whole answer is right, where attention has this mask."""
     for block in model.blocks:
-        pos = block.attn.pos
-        pos.__dict__.pop("attend", None)
-        if mask is not None:
-            pos.attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        block.attn.pos.attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
     tokens = torch.from_numpy(tokens)[None]
     logits = model(tokens[:, :-1], positions=slice(-n_answer, None))
     return (logits.argmax(dim=-1) == tokens[:, -n_answer:]).all().item()
 
 
-def ask(model, task, length, n_trials, seed):
-    """For each trial the distance of its passkey, and whether it is found as is and masked."""
-    rows = []
+HIDDEN = ("from none", "from all", "from the question", "from the passkey")
+
+
+def ask(model, task, length, n_trials):
+    """For each trial the distance of its passkey, and whether it is found, for each of HIDDEN."""
+    trials = []
     for i in range(n_trials):
-        rng = np.random.default_rng((seed, length, i))
+        rng = np.random.default_rng((length, i))
         tokens, n_answer, distance = task.sample(length, rng)
-        end = length - n_answer - distance
-        shown = torch.zeros(length - 1, dtype=torch.bool)
-        shown[: len(task.task)] = True
-        shown[end - len(task.encode(f"\n{task.needle(rng)[0]}\n")) : end] = True
-        mask = visible(length - 1, model.config.train_len, shown)
-        found = [answers(model, tokens, n_answer, how) for how in (None, mask)]
-        rows.append((distance, *found))
-    return np.array(rows)
+        end, T = length - n_answer - distance, length - 1
+        passkey = slice(end - len(task.encode(f"\n{task.needle(rng)[0]}\n")), end)  # all as long
+        question = slice(T - n_answer - len(task.encode(f"\n{QUESTION}")), T)
+        shown = torch.zeros(T, dtype=torch.bool)
+        shown[: len(task.task)] = shown[passkey] = True
+        masks = [visible(T, model.config.train_len, shown, slice(0))]
+        masks += [
+            visible(T, model.config.train_len, shown, r) for r in (slice(T), question, passkey)
+        ]
+        trials.append((distance, *(answers(model, tokens, n_answer, mask) for mask in masks)))
+    return np.array(trials)
 
 
 def main():
@@ -90,32 +99,34 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of train.py")
     parser.add_argument("--task", nargs="+", default=["passkey_anywhere"], help="what is asked")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--trials", type=int, default=60)
     args = parser.parse_args()
     results = []
-    for run, name, length, yarn in product(args.runs, args.task, args.lengths, (False, True)):
+    for run, name in product(args.runs, args.task):
         model = load_checkpoint(run)[0].eval()
         recipe = model.config
-        if yarn:  # keeps the slow pairs at the angles of training, for which FoPE has no need
-            if recipe.pos != "rope" or length <= recipe.train_len:
-                continue
-            scaling = {"kind": "yarn", "factor": length / recipe.train_len}
-            model = with_pos(model, recipe.read_with(rope_scaling=scaling)).eval()
+        if recipe.pos not in ("rope", "fope"):
+            raise Refused(f"{run} has {recipe.pos}: a mask takes the place of its attention")
         encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
         task = task_class(name)(encode, TokenData(recipe.data, "val").excerpt)
-        rows = ask(model, task, length, args.trials, seed=0)
-        near = rows[:, 0] < recipe.train_len
-        found = {"run": run.name, "recipe": vars(recipe), "task": name, "length": length}
-        found |= {"yarn": yarn}
-        for where, part in (("near", rows[near]), ("far", rows[~near])):
-            if len(part):
-                as_it_is, hidden = part[:, 1:].mean(axis=0).tolist()
-                found[where] = {"trials": len(part), "as_it_is": as_it_is, "hidden": hidden}
-                how = f"{name}, {length}{', yarn' * yarn}, {where}"
-                print(f"{run.name}, {how}: {as_it_is:.2f} -> {hidden:.2f}")
-        results.append(found)
-    save({"models": results}, args.out, "filler")
+        models = {"": model}
+        if recipe.pos == "rope":
+            scaling = {"kind": "yarn", "factor": args.length / recipe.train_len}
+            models[" with YaRN"] = with_pos(model, recipe.read_with(rope_scaling=scaling)).eval()
+        for how, changed in models.items():
+            trials = ask(changed, task, args.length, args.trials)
+            near = trials[:, 0] < recipe.train_len
+            found = {"run": run.name, "recipe": vars(recipe), "task": name, "length": args.length}
+            found |= {"yarn": bool(how), "near": {}, "far": {}}
+            print(f"{run.name}{how}, {name}: {near.sum()} near, {(~near).sum()} far")
+            for column, hidden in enumerate(HIDDEN, start=1):
+                for where, part in (("near", trials[near]), ("far", trials[~near])):
+                    found[where][hidden] = float(part[:, column].mean())
+                shares = [f"{100 * found[where][hidden]:.0f} %" for where in ("near", "far")]
+                print(f"    far filler hidden {hidden}: {' near, '.join(shares)} far")
+            results.append(found)
+    save({"trials": args.trials, "models": results}, args.out, "filler")
 
 
 if __name__ == "__main__":

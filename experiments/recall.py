@@ -13,7 +13,7 @@ come again. results/APPENDIX.md has what else was tried.
 
 A trial is a held-out text in which a passage of PASSAGE tokens stands somewhere, and again at the
 end. Its first CUE tokens tell which passage it is; the loss of the others is compared with their
-loss at the first place, in four bins of distance. A model that reads pays at most half.
+loss at the first place. A model that reads pays at most half, in each quarter of the distances.
 """
 
 import sys
@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from checkpoint import load_checkpoint
 from common import one_sentence_errors
-from data import TokenData, load_tokenizer, window_loss
-from fope import RoPE
+from data import TokenData, window_loss
+from fope import ALiBi, FoPE, RoPE
 from tasks import Passkey
 
 PASSAGE, CUE = 32, 8
@@ -75,12 +74,11 @@ class Random(Recall):
         return rng.choice(np.unique(self.read(8 * n, rng)), n)
 
 
-class ShiftedRoPE(RoPE):
+class Shifted:
     """
-    RoPE in which half of the heads see, in the place of a key, that of the token before. So a query
-    finds what followed an equal token, in one layer and not in two: tiny models learn to copy
-    within minutes. Akin to the smeared keys of Olsson et al. (2022) and the key offset of
-    modded-nanogpt.
+    Half of the heads see, in the place of a key, that of the token before. So a query finds what
+    followed an equal token, in one layer and not in two: tiny models learn to copy within minutes.
+    Akin to the smeared keys of Olsson et al. (2022) and the key offset of modded-nanogpt.
     """
 
     def rotate(self, q, k):
@@ -89,9 +87,21 @@ class ShiftedRoPE(RoPE):
         return super().rotate(q, k)
 
 
-def costs(model, task, length, n_trials, seed):
+class ShiftedRoPE(Shifted, RoPE):
+    pass
+
+
+class ShiftedFoPE(Shifted, FoPE):
+    pass
+
+
+class ShiftedALiBi(Shifted, ALiBi):
+    pass
+
+
+def costs(model, task, length, n_trials):
     """Nats per token of a passage at its first place and its second, and their distance: (N,)."""
-    rngs = (np.random.default_rng((seed, i)) for i in range(n_trials))
+    rngs = (np.random.default_rng((length, i)) for i in range(n_trials))
     samples = [task.sample(length, rng) for rng in rngs]
     # (N, length - 1): the loss of token i + 1 stands at i
     losses = window_loss(model, np.stack([tokens for tokens, *_ in samples]), length - 1)
@@ -101,32 +111,42 @@ def costs(model, task, length, n_trials, seed):
     return first, losses[:, -n:].mean(axis=1), distances
 
 
-def main():
-    from shared import Parser, save  # here, since train.py imports this file for its classes
+def row(first, second, distance, train_len):
+    """
+    Nats per token: of the first place; of the second place where the first is as near as in
+    training, and where it is further back; and for each quarter of the distances, in their order,
+    [the mean distance, first, second].
+    """
+    near, order = distance < train_len, np.array_split(np.argsort(distance), 4)
+    means = {"first": first.mean(), "near": second[near].mean()}
+    if not near.all():
+        means["far"] = second[~near].mean()
+    columns = np.array([distance, first, second])
+    quarters = [columns[:, part].mean(axis=1).round(3).tolist() for part in order]
+    return {name: float(mean) for name, mean in means.items()} | {"quarters": quarters}
 
-    parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", help="folders of train.py")
-    parser.add_argument("--trials", type=int, default=200)
-    args = parser.parse_args()
-    results = []
-    for run in args.runs:
-        model, *_ = load_checkpoint(run)
-        recipe = model.config
-        held_out = TokenData(recipe.data, "val")
-        found = {"run": run, "recipe": vars(recipe)}
-        encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
-        for name, task_type in (("text", Recall), ("random", Random)):
-            task = task_type(encode, held_out.excerpt)
-            first, second, distance = costs(model, task, recipe.train_len, args.trials, seed=0)
-            found[name] = []
-            for part in np.array_split(np.argsort(distance), 4):
-                row = {"distance": distance, "first": first, "second": second}
-                row = {key: float(values[part].mean()) for key, values in row.items()}
-                found[name].append(row)
-                cost = f"{row['first']:.2f} -> {row['second']:.2f}"
-                print(f"{run} {name}: {row['distance']:.0f} back, {cost}")
-        results.append(found)
-    save({"trials": args.trials, "models": results}, args.out, "recall")
+
+def main(argv=None):
+    import evaluation  # here, since train.py imports this file for its classes
+
+    parser = evaluation.evaluation_parser(__doc__)
+    parser.add_argument("--trials", type=int, help="at each length; by default the recipe's")
+    args = parser.parse_args(argv)
+    changes = dict(lengths=args.lengths, trials=args.trials)
+    model, trained = evaluation.load_for_evaluation(args, **changes)
+    recipe = model.config
+    task = Recall(None, TokenData(recipe.data, "val").excerpt)
+    out = evaluation.result_file(args, recipe, "recall")
+
+    def evaluate(model, length):
+        measured = row(*costs(model, task, length, recipe.trials), recipe.train_len)
+        for distance, first, second in measured["quarters"]:
+            print(f"{distance:>15.0f} back: {first:.2f} -> {second:.2f}")
+        return measured
+
+    measured = evaluation.evaluate_lengths(model, evaluate)
+    about = dict(kind="recall", label=args.label, **trained)
+    evaluation.write_result(out, model, about, measured)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,33 @@ def test_a_passage_comes_again_at_its_distance_and_costs_are_of_its_two_places()
 
     model = Model()
     model.weight = torch.nn.Parameter(torch.zeros(1))
-    first, second, distances = recall.costs(model, task, 128, n_trials=3, seed=0)
+    first, second, distances = recall.costs(model, task, 128, n_trials=3)
     assert (first == second).all() and (distances < 128).all()
+
+
+def test_a_row_of_recall_has_near_and_far_and_quarters_of_the_distances():
+    distance, first = np.arange(8) * 10.0, np.full(8, 4.0)
+    found = recall.row(first, np.arange(8.0), distance, train_len=40)
+    quarters = found.pop("quarters")
+    assert found == {"first": 4.0, "near": 1.5, "far": 5.5}
+    assert quarters == [[5, 4, 0.5], [25, 4, 2.5], [45, 4, 4.5], [65, 4, 6.5]]
+    assert "far" not in recall.row(first, first, distance, train_len=80)
+
+
+def test_a_copier_says_what_followed_the_longest_piece_that_came_before():
+    assert ngram.guesses("abcab") == [(0, ""), (0, ""), (0, ""), (1, "b")]
+    assert ngram.guesses("abxaybabz")[-1] == (2, "x")
+    counted = ngram.NGram(["abcab"], context=0, vocab_size=256)
+    copier = ngram.Copier(counted, ["abcab"])
+    assert copier.belief == {0: 1 / 5, 1: 2 / 3}
+    idx, targets = (
+        torch.tensor([[ord(letter) for letter in "abcab"]])[:, part]
+        for part in (slice(4), slice(1, 5))
+    )
+    losses = copier(idx, targets, "none")[0]
+    plain = counted(idx, targets, "none")[0]
+    torch.testing.assert_close(losses[:3], plain[:3])
+    assert losses[3].exp().item() == pytest.approx(1 / (2 / 3 + plain[3].neg().exp().item() / 3))
 
 
 def test_shifted_keys_are_those_of_the_token_before_in_half_of_the_heads():
@@ -162,30 +187,26 @@ def test_passkeys_are_hidden_in_the_text_of_the_data_and_in_half_of_the_document
 def test_a_mask_leaves_the_last_keys_and_what_is_shown():
     shown = torch.tensor([True, False, False, False, False])
     mask = filler.visible(5, 2, shown).int().tolist()
-    assert mask == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 1, 1, 0],
-        [1, 0, 0, 1, 1],
-    ]
+    rows = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 1, 1]]
+    assert mask == rows
+    rows[3] = [1, 1, 1, 1, 0]
+    assert filler.visible(5, 2, shown, slice(4, 5)).int().tolist() == rows
 
 
-def test_a_mask_that_hides_nothing_gives_the_same_answers_and_hiding_the_passkey_others(
-    data_folder,
-):
+def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
     data = TokenData(data_folder, "train")
-    task = PasskeyAnywhere(data.tokenizer().encode_ordinary)
+    tokens, n, _ = PasskeyAnywhere(data.tokenizer().encode_ordinary).sample(
+        256, np.random.default_rng(0)
+    )
     shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256)
     torch.manual_seed(0)
     model = GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
-    tokens, n, _ = task.sample(256, np.random.default_rng(0))
-    logits = model(torch.from_numpy(tokens)[None, :-1])
-    for mask in (None, filler.visible(255, 256, torch.zeros(255, dtype=torch.bool))):
-        filler.answers(model, tokens, n, mask)
-        torch.testing.assert_close(model(torch.from_numpy(tokens)[None, :-1]), logits)
-    filler.answers(model, tokens, n, filler.visible(255, 8, torch.zeros(255, dtype=torch.bool)))
-    assert not torch.allclose(model(torch.from_numpy(tokens)[None, :-1]), logits)
+    logits = [model(torch.from_numpy(tokens)[None, :-1])]
+    for window in (256, 8):
+        filler.answers(model, tokens, n, filler.visible(255, window, torch.zeros(255).bool()))
+        logits.append(model(torch.from_numpy(tokens)[None, :-1]))
+    torch.testing.assert_close(logits[0], logits[1])
+    assert not torch.allclose(logits[0], logits[2])
 
 
 # --- the page, and README's picture
