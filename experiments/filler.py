@@ -7,11 +7,11 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
     python eval_passkey.py runs_out/in_text --task passkey_anywhere --trials 100
     python experiments/filler.py runs_out/in_text models/keys_rope     with the far filler hidden
 
-The last one asks RoPE's or FoPE's models each trial four times. A mask hides the far filler from no
-query, from all queries, from the question and answer alone, or from the passkey alone. These then
-see the last train_len keys, the passkey and the first lines of the prompt. Each key keeps its
-position. RoPE is asked once more with YaRN, without its temperature, so that its slow pairs show
-angles that training had: else the mask would hide the filler and new angles at once.
+The last one asks RoPE's or FoPE's models each trial five times. A mask hides the far filler from no
+query, from all queries, from the question and answer alone, from the passkey alone, or from these
+two. They then see the last train_len keys, the passkey and the first lines of the prompt. Each key
+keeps its position. RoPE is asked once more with YaRN, without its temperature, so that its slow
+pairs show angles that training had: else the mask would hide the filler and new angles at once.
 """
 
 import sys
@@ -49,16 +49,14 @@ class PasskeyInText(PasskeyAnywhere):
         return super().document(length, rng, eot)
 
 
-def visible(length, train_len, shown, rows=slice(None)):
+def visible(length, train_len, shown, rows):
     """
-    Which key a query attends to, (length, length) bool. Those in `rows` see the last train_len keys
-    and the keys in `shown`, which are marked, all other queries see every key before them.
+    Which key a query attends to, (length, length) bool. The queries that are marked in `rows` see
+    the last train_len keys and those marked in `shown`, all others see every key before them.
     """
     i = torch.arange(length)
     distance = i[:, None] - i
-    mask = distance >= 0
-    mask[rows] &= ((distance < train_len) | shown)[rows]
-    return mask
+    return (distance >= 0) & ((distance < train_len) | shown | ~rows[:, None])
 
 
 @torch.no_grad()
@@ -71,7 +69,7 @@ def answers(model, tokens, n_answer, mask):
     return (logits.argmax(dim=-1) == tokens[:, -n_answer:]).all().item()
 
 
-HIDDEN = ("from none", "from all", "from the question", "from the passkey")
+HIDDEN = ("from none", "from all", "from the question", "from the passkey", "from both")
 
 
 def ask(model, task, length, n_trials):
@@ -81,14 +79,13 @@ def ask(model, task, length, n_trials):
         rng = np.random.default_rng((length, i))
         tokens, n_answer, distance = task.sample(length, rng)
         end, T = length - n_answer - distance, length - 1
-        passkey = slice(end - len(task.encode(f"\n{task.needle(rng)[0]}\n")), end)  # all as long
-        question = slice(T - n_answer - len(task.encode(f"\n{QUESTION}")), T)
-        shown = torch.zeros(T, dtype=torch.bool)
-        shown[: len(task.task)] = shown[passkey] = True
-        masks = [visible(T, model.config.train_len, shown, slice(0))]
-        masks += [
-            visible(T, model.config.train_len, shown, r) for r in (slice(T), question, passkey)
-        ]
+        n_passkey = len(task.encode(f"\n{task.needle(rng)[0]}\n"))  # all are as long
+        n_question = len(task.encode(f"\n{QUESTION}")) + n_answer
+        i = torch.arange(T)
+        passkey, question = (i >= end - n_passkey) & (i < end), i >= T - n_question
+        shown = passkey | (i < len(task.task))
+        rows = (i < 0, i >= 0, question, passkey, question | passkey)  # as in HIDDEN
+        masks = [visible(T, model.config.train_len, shown, r) for r in rows]
         trials.append((distance, *(answers(model, tokens, n_answer, mask) for mask in masks)))
     return np.array(trials)
 

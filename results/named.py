@@ -77,6 +77,8 @@ def primary_table(found):
         mean, half = (f"{factor * one[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         compared = f"{one['label']} minus {one['to']}, {name} at {one['length']} ({one['figure']})"
         so = "unclear"
+        if one["measure"] == "loss" and abs(one["mean"]) + one["half_interval"] < 0.1:
+            so = "level, within 0.1"
         if abs(one["mean"]) > one["half_interval"]:
             side = "more" if one["mean"] > 0 else "less"
             so = side if one["p_holm"] < 0.05 else f"{side}, by the interval alone"

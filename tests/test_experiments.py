@@ -186,11 +186,11 @@ def test_passkeys_are_hidden_in_the_text_of_the_data_and_in_half_of_the_document
 
 def test_a_mask_leaves_the_last_keys_and_what_is_shown():
     shown = torch.tensor([True, False, False, False, False])
-    mask = filler.visible(5, 2, shown).int().tolist()
+    mask = filler.visible(5, 2, shown, torch.ones(5).bool()).int().tolist()
     rows = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 1, 1]]
     assert mask == rows
     rows[3] = [1, 1, 1, 1, 0]
-    assert filler.visible(5, 2, shown, slice(4, 5)).int().tolist() == rows
+    assert filler.visible(5, 2, shown, torch.arange(5) == 4).int().tolist() == rows
 
 
 def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
@@ -203,7 +203,8 @@ def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
     model = GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
     logits = [model(torch.from_numpy(tokens)[None, :-1])]
     for window in (256, 8):
-        filler.answers(model, tokens, n, filler.visible(255, window, torch.zeros(255).bool()))
+        mask = filler.visible(255, window, torch.zeros(255).bool(), torch.ones(255).bool())
+        filler.answers(model, tokens, n, mask)
         logits.append(model(torch.from_numpy(tokens)[None, :-1]))
     torch.testing.assert_close(logits[0], logits[1])
     assert not torch.allclose(logits[0], logits[2])
