@@ -46,18 +46,18 @@ def rows_of(names):
     return read_rows([RESULTS / f"{name}.json" for name in names])
 
 
-def table(rows, title, columns, counts=(), names=None, none=""):
+def table(rows, title, columns, counts=(), names=None):
     """
     A row for each label, or for each of names, {label: its name}. columns: [(title, what, length),
-    ...]; counts: [(title, what), ...], how many models have this number. what: as above.
+    ...]; counts: [(title, what), ...], how many models have this number. what: such as NATS.
     """
     found, lines = grouped(rows, "label"), []
     for label, name in (names or {label: label for label in found}).items():
         numbers, models = [], []
         for _, (kind, number, *how), n in columns:
-            numbers.append(cell(values_at(of_kind(found[label], kind), number, n), *how) or none)
+            numbers.append(cell(values_at(of_kind(found[label], kind), number, n), *how))
         for _, (kind, number, *_) in counts:
-            models.append(str(n_models(of_kind(found[label], kind), number) or none or 0))
+            models.append(str(n_models(of_kind(found[label], kind), number)))
         if any(numbers):
             lines.append([name, *numbers, *models])
     return markdown([title, *(column[0] for column in (*columns, *counts))], lines)
@@ -86,9 +86,6 @@ def untrained():
     return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
 
 
-REMEDIES = ["slow pairs", "YaRN", "NTK"]
-
-
 def removed():
     """The share of RoPE's loss at 8192, above that with a window of 512, that a remedy removes."""
     rows = [row for row in rows_of(["figure1", "untrained"]) if row["length"] == 8192]
@@ -97,7 +94,7 @@ def removed():
         losses.setdefault(row["label"], {})[row["seed"]] = row["loss"]
     as_it_is, window = losses["RoPE"], losses["RoPE, window of 512"]
     lines = []
-    for name in REMEDIES:
+    for name in ("slow pairs", "YaRN", "NTK"):
         read = losses[f"RoPE, {name} told the length"]
         shares = [(as_it_is[s] - read[s]) / (as_it_is[s] - window[s]) for s in sorted(read)]
         lines.append([f"{name} told the length", cell(shares, 100, 0), str(len(shares))])
@@ -124,7 +121,7 @@ def read_results(names):
     return found
 
 
-NEAR = 511  # tokens between passkey and question: training had as many
+NEAR = 511  # tokens from passkey to answer: within the training length
 
 
 def near_and_far(results, length):
@@ -163,20 +160,22 @@ def harms():
     return markdown(["whole passkeys", *columns], lines)
 
 
+MASKS = {"none": "as it is", "question": "hidden from the question", "passkey": "from the passkey"}
+MASKS |= {"both": "from both", "all": "from all tokens"}
+
+
 def masked():
-    """Whole passkeys at 2048, as it is and with the far filler hidden: means over the models."""
-    every, lines = read_json(RESULTS / "mechanism" / "filler.json")["models"], []
-    every = [m for m in every if m["task"] == KEYS and m["length"] == 2048]
-    for name, pos, yarn in (
-        ("RoPE", "rope", False),
-        ("RoPE with YaRN", "rope", True),
-        ("FoPE", "fope", False),
-    ):
-        models = [m for m in every if (m["recipe"]["pos"], m["yarn"]) == (pos, yarn)]
-        for title, how in ((name, "as_it_is"), (f"{name}, far filler hidden", "hidden")):
-            found = [100 * np.mean([m[where][how] for m in models]) for where in ("near", "far")]
-            lines.append([title, *(f"{share:.0f}" for share in found), str(len(models))])
-    return markdown(["whole passkeys at 2048", "near, %", "far, %", "models"], lines)
+    """Whole passkeys at 2048, with the far filler hidden by a mask: means over the models."""
+    every = read_json(RESULTS / "mechanism" / "filler.json")["models"]
+    kinds = {"RoPE": ("rope", False), "RoPE with YaRN": ("rope", True), "FoPE": ("fope", False)}
+    lines = []
+    for name, kind in kinds.items():
+        models = [m for m in every if (m["recipe"]["pos"], m["yarn"]) == kind]
+        for where in ("near", "far"):
+            found = [[m[where][f"from {hidden}"] for m in models] for hidden in MASKS]
+            shares = [f"{100 * np.mean(of_models):.0f}" for of_models in found]
+            lines.append([f"{name}, {where}", *shares, str(len(models))])
+    return markdown(["whole passkeys at 2048, %", *MASKS.values(), "models"], lines)
 
 
 def headline():
@@ -255,21 +254,8 @@ def places():
     return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
 
 
-TABLES = (
-    headline,
-    summary,
-    ngram,
-    harms,
-    masked,
-    untrained,
-    removed,
-    more,
-    sizes,
-    cause,
-    named,
-    places,
-)
-CITED = {function.__name__: function for function in TABLES}
+CITED = (headline, summary, ngram, harms, masked, untrained, removed, more, sizes, cause, named)
+CITED = {function.__name__: function for function in (*CITED, places)}
 
 
 def table_of_file(name):
