@@ -160,8 +160,13 @@ def harms():
     return markdown(["whole passkeys", *columns], lines)
 
 
-MASKS = {"none": "as it is", "question": "hidden from the question", "passkey": "from the passkey"}
-MASKS |= {"both": "from both", "all": "from all tokens"}
+MASKS = {
+    "from none": "as it is",
+    "from the question": "hidden from the question",
+    "from the passkey": "from the passkey",
+    "from both": "from both",
+    "from all": "from all tokens",
+}
 
 
 def masked():
@@ -172,7 +177,7 @@ def masked():
     for name, kind in kinds.items():
         models = [m for m in every if (m["recipe"]["pos"], m["yarn"]) == kind]
         for where in ("near", "far"):
-            found = [[m[where][f"from {hidden}"] for m in models] for hidden in MASKS]
+            found = [[m[where][hidden] for m in models] for hidden in MASKS]
             shares = [f"{100 * np.mean(of_models):.0f}" for of_models in found]
             lines.append([f"{name}, {where}", *shares, str(len(models))])
     return markdown(["whole passkeys at 2048, %", *MASKS.values(), "models"], lines)
