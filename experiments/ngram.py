@@ -114,6 +114,17 @@ def guesses(text):
     return found
 
 
+def trained_on(recipe):
+    """The windows of a run, and of that whose weights it started from if these are as long."""
+    batches = Batches(TokenData(recipe.data, "train"), recipe)
+    n_sequences = recipe.n_steps * recipe.batch_size
+    windows = [to_text(batches.sequence(i)) for i in range(n_sequences)]
+    if recipe.init_from:
+        before = load_checkpoint(recipe.init_from)[0].config
+        windows += trained_on(before) if before.train_len == recipe.train_len else []
+    return windows
+
+
 def main():
     parser = Parser(__doc__)
     parser.add_argument("folder", help="of prepare_data.py, of bytes; or a run of train.py")
@@ -127,10 +138,7 @@ def main():
         recipes = [tiny.changed(seed=seed) for seed in range(1, args.seeds + 1)]
     results = []
     for recipe in recipes:
-        batches = Batches(TokenData(recipe.data, "train"), recipe)
-        validation = TokenData(recipe.data, "val")
-        n_sequences = recipe.n_steps * recipe.batch_size
-        windows = [to_text(batches.sequence(i)) for i in range(n_sequences)]
+        validation, windows = TokenData(recipe.data, "val"), trained_on(recipe)
         tokens = spread_windows(validation, 8192, recipe.read_tokens // 8192)
         token_bytes = bytes_of_tokens(validation.tokenizer())
         for context in args.contexts:
