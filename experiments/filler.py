@@ -15,7 +15,7 @@ pairs show angles that training had: else the mask would hide the filler and new
 """
 
 import sys
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
@@ -106,7 +106,8 @@ def main():
         if recipe.pos not in ("rope", "fope"):
             raise Refused(f"{run} has {recipe.pos}: a mask takes the place of its attention")
         encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
-        task = task_class(name)(encode, TokenData(recipe.data, "val").excerpt)
+        held_out = cache(lambda data=recipe.data: TokenData(data, "val"))  # few tasks read it
+        task = task_class(name)(encode, lambda n, rng, data=held_out: data().excerpt(n, rng))
         models = {"": model}
         if recipe.pos == "rope":
             scaling = {"kind": "yarn", "factor": args.length / recipe.train_len}
