@@ -106,23 +106,24 @@ def main():
         if recipe.pos not in ("rope", "fope"):
             raise Refused(f"{run} has {recipe.pos}: a mask takes the place of its attention")
         encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
-        held_out = cache(lambda data=recipe.data: TokenData(data, "val"))  # few tasks read it
-        task = task_class(name)(encode, lambda n, rng, data=held_out: data().excerpt(n, rng))
-        models = {"": model}
+        held_out = cache(partial(TokenData, recipe.data, "val"))  # few tasks read it
+        task = task_class(name)(encode, lambda n, rng, text=held_out: text().excerpt(n, rng))
+        models = [(False, model)]
         if recipe.pos == "rope":
             scaling = {"kind": "yarn", "factor": args.length / recipe.train_len}
-            models[" with YaRN"] = with_pos(model, recipe.read_with(rope_scaling=scaling)).eval()
-        for how, changed in models.items():
-            trials = ask(changed, task, args.length, args.trials)
+            scaled = with_pos(model, recipe.read_with(rope_scaling=scaling)).eval()
+            models.append((True, scaled))
+        for yarn, asked in models:
+            trials = ask(asked, task, args.length, args.trials)
             near = trials[:, 0] < recipe.train_len
             found = {"run": run.name, "recipe": vars(recipe), "task": name, "length": args.length}
-            found |= {"yarn": bool(how), "near": {}, "far": {}}
-            print(f"{run.name}{how}, {name}: {near.sum()} near, {(~near).sum()} far")
-            for column, hidden in enumerate(HIDDEN, start=1):
-                for where, part in (("near", trials[near]), ("far", trials[~near])):
-                    found[where][hidden] = float(part[:, column].mean())
-                shares = [f"{100 * found[where][hidden]:.0f} %" for where in ("near", "far")]
-                print(f"    far filler hidden {hidden}: {' near, '.join(shares)} far")
+            found |= {"yarn": yarn}
+            print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler hidden from")
+            for where, part in (("near", trials[near]), ("far", trials[~near])):
+                if len(part):
+                    found[where] = dict(zip(HIDDEN, part[:, 1:].mean(axis=0).tolist(), strict=True))
+                    shares = [f"{h[5:]} {share:.0%}" for h, share in found[where].items()]
+                    print(f"    {len(part)} {where} passkeys: {', '.join(shares)}")
             results.append(found)
     save({"trials": args.trials, "models": results}, args.out, "filler")
 

@@ -172,6 +172,7 @@ MASKS = {
 def masked():
     """Whole passkeys at 2048, with the far filler hidden by a mask: means over the models."""
     every = read_json(RESULTS / "mechanism" / "filler.json")["models"]
+    every = [model for model in every if model["task"] == KEYS]
     kinds = {"RoPE": ("rope", False), "RoPE with YaRN": ("rope", True), "FoPE": ("fope", False)}
     lines = []
     for name, kind in kinds.items():
