@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from recall import Recall, costs, row
 from shared import Parser, save
 from torch import nn
 
@@ -25,8 +24,6 @@ from data import Batches, TokenData
 from eval_perplexity import bytes_of_tokens, text_row
 from evaluation import spread_windows
 from recipe import RECIPES
-
-LONGEST = 8  # tokens of a piece that is looked for
 
 
 class NGram(nn.Module):
@@ -60,58 +57,8 @@ class NGram(nn.Module):
         return -torch.tensor([[self.probability(p) for p in row] for row in pieces]).log()
 
 
-def recall_rows(model, recipe):
-    """What a passage costs that comes again, by length: see recall.py."""
-    task, rows = Recall(None, TokenData(recipe.data, "val").excerpt), {}
-    for length in (512, 2048, 8192):
-        found = costs(model, task, length, recipe.trials)
-        rows[length] = row(*found, recipe.train_len)
-        print(f"a passage that comes again, at {length}: {rows[length]}")
-    return rows
-
-
 def to_text(tokens):
     return "".join(map(chr, tokens))
-
-
-class Copier(nn.Module):
-    """
-    A program that copies: it looks for the longest piece before a token, of up to LONGEST tokens,
-    that has occurred before in the text, and says that what followed then follows again. How far it
-    believes this is the share of times that it was right after as long a piece in training. The
-    rest is the n-gram's.
-    """
-
-    def __init__(self, ngram, windows):
-        super().__init__()
-        self.none, self.ngram = ngram.none, ngram
-        right, tried = Counter(), Counter()
-        for text in windows:
-            for token, (n, guess) in zip(text[1:], guesses(text), strict=True):
-                tried[n] += 1
-                right[n] += token == guess
-        self.belief = {n: (right[n] + 1) / (tried[n] + 2) for n in tried}
-
-    def forward(self, idx, targets, reduction):
-        p = (-self.ngram(idx, targets, reduction)).exp()
-        for i, (x, y) in enumerate(zip(idx.tolist(), targets.tolist(), strict=True)):
-            text = to_text([*x, y[-1]])
-            for j, (n, guess) in enumerate(guesses(text)):
-                if n:
-                    belief = self.belief[n]
-                    p[i, j] = (1 - belief) * p[i, j] + belief * (text[j + 1] == guess)
-        return -p.log()
-
-
-def guesses(text):
-    """For each token but the first: the length of the longest piece before it, what followed it."""
-    last, found = {}, []
-    for i in range(1, len(text)):
-        pieces = [text[i - n : i] for n in range(1, min(LONGEST, i) + 1)]
-        seen = [piece for piece in pieces if piece in last]
-        found.append((len(seen[-1]), text[last[seen[-1]]]) if seen else (0, ""))
-        last |= {piece: i for piece in pieces}
-    return found
 
 
 def trained_on(recipe):
@@ -148,10 +95,6 @@ def main():
             print(f"seed {recipe.seed}, context {context}: {losses}")
             about = asdict(recipe) | {"pos": "n-gram", "pos_args": {"context": context}}
             results.append({"kind": "perplexity", "recipe": about, "lengths": rows})
-            if recipe.task:  # a reader
-                for name, reader in (("n-gram", model), ("copier", Copier(model, windows))):
-                    rows, named = recall_rows(reader, recipe), about | {"pos": name}
-                    results.append({"kind": "recall", "recipe": named, "lengths": rows})
     save({"results": results}, args.out, "ngram")
 
 

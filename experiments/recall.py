@@ -26,7 +26,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import one_sentence_errors
 from data import TokenData, window_loss
-from fope import ALiBi, FoPE, RoPE
+from fope import RoPE
 from tasks import Passkey
 
 PASSAGE, CUE = 32, 8
@@ -74,7 +74,7 @@ class Random(Recall):
         return rng.choice(np.unique(self.read(8 * n, rng)), n)
 
 
-class Shifted:
+class ShiftedRoPE(RoPE):
     """
     Half of the heads see, in the place of a key, that of the token before. So a query finds what
     followed an equal token, in one layer and not in two: tiny models learn to copy within minutes.
@@ -85,18 +85,6 @@ class Shifted:
         n = self.n_head // 2
         k = torch.cat((F.pad(k[:, :n, :-1], (0, 0, 1, 0)), k[:, n:]), dim=1)
         return super().rotate(q, k)
-
-
-class ShiftedRoPE(Shifted, RoPE):
-    pass
-
-
-class ShiftedFoPE(Shifted, FoPE):
-    pass
-
-
-class ShiftedALiBi(Shifted, ALiBi):
-    pass
 
 
 def costs(model, task, length, n_trials):

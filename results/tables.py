@@ -165,7 +165,6 @@ MASKS = {
     "from the question": "hidden from the question",
     "from the passkey": "from the passkey",
     "from both": "from both",
-    "from all": "from all tokens",
 }
 
 

@@ -142,22 +142,6 @@ def test_a_row_of_recall_has_near_and_far_and_quarters_of_the_distances():
     assert "far" not in recall.row(first, first, distance, train_len=80)
 
 
-def test_a_copier_says_what_followed_the_longest_piece_that_came_before():
-    assert ngram.guesses("abcab") == [(0, ""), (0, ""), (0, ""), (1, "b")]
-    assert ngram.guesses("abxaybabz")[-1] == (2, "x")
-    counted = ngram.NGram(["abcab"], context=0, vocab_size=256)
-    copier = ngram.Copier(counted, ["abcab"])
-    assert copier.belief == {0: 1 / 5, 1: 2 / 3}
-    idx, targets = (
-        torch.tensor([[ord(letter) for letter in "abcab"]])[:, part]
-        for part in (slice(4), slice(1, 5))
-    )
-    losses = copier(idx, targets, "none")[0]
-    plain = counted(idx, targets, "none")[0]
-    torch.testing.assert_close(losses[:3], plain[:3])
-    assert losses[3].exp().item() == pytest.approx(1 / (2 / 3 + plain[3].neg().exp().item() / 3))
-
-
 def test_shifted_keys_are_those_of_the_token_before_in_half_of_the_heads():
     shape = dict(head_dim=8, n_head=2, train_len=16)
     q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
