@@ -92,6 +92,13 @@ def wilson_interval(successes, n, z=1.959964):
 # --- the command line
 
 
+def load_task(name, recipe, run):
+    """A task in the tokens of a run. It reads the run's held-out text, if it reads any."""
+    encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
+    held_out = cache(lambda: TokenData(recipe.data, "val"))
+    return task_class(name)(encode, lambda n, rng: held_out().excerpt(n, rng))
+
+
 def main(argv=None):
     parser = evaluation.evaluation_parser(__doc__)
     add = parser.add_argument
@@ -109,9 +116,7 @@ def main(argv=None):
     model, trained = evaluation.load_for_evaluation(args, **changes)
     recipe = model.config
     name = args.task or recipe.task or "passkey"
-    encode = load_tokenizer(recipe.tokenizer, args.run).encode_ordinary
-    held_out = cache(lambda: TokenData(recipe.data, "val"))  # few tasks read it
-    task = task_class(name)(encode, lambda n, rng: held_out().excerpt(n, rng))
+    task = load_task(name, recipe, args.run)
     seed = recipe.seed if args.seed is None else args.seed
     read = dict(trained_on=trained["trained_on"], trial_seed=seed)
     out = evaluation.result_file(args, recipe, name, **read)

@@ -15,7 +15,7 @@ pairs show angles that training had: else the mask would hide the filler and new
 """
 
 import sys
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -25,9 +25,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checkpoint import load_checkpoint, with_pos
-from common import Refused, one_sentence_errors
-from data import TokenData, load_tokenizer
-from tasks import QUESTION, PasskeyAnywhere, task_class
+from common import Refused, one_sentence_errors, positive_int
+from tasks import QUESTION, PasskeyAnywhere
 
 
 class PasskeyInText(PasskeyAnywhere):
@@ -75,8 +74,8 @@ HIDDEN = ("from none", "from all", "from the question", "from the passkey", "fro
 def ask(model, task, length, n_trials):
     """For each trial the distance of its passkey, and whether it is found, for each of HIDDEN."""
     trials = []
-    for i in range(n_trials):
-        rng = np.random.default_rng((length, i))
+    for number in range(n_trials):
+        rng = np.random.default_rng((length, number))
         tokens, n_answer, distance = task.sample(length, rng)
         end, T = length - n_answer - distance, length - 1
         n_passkey = len(task.encode(f"\n{task.needle(rng)[0]}\n"))  # all are as long
@@ -91,13 +90,16 @@ def ask(model, task, length, n_trials):
 
 
 def main():
-    from shared import Parser, save  # here, since train.py imports this file for its class
+    # here, since train.py imports this file for its class
+    from shared import Parser, save
+
+    from eval_passkey import load_task
 
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of train.py")
     parser.add_argument("--task", nargs="+", default=["passkey_anywhere"], help="what is asked")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--trials", type=positive_int, default=60)
     args = parser.parse_args()
     results = []
     for run, name in product(args.runs, args.task):
@@ -105,9 +107,7 @@ def main():
         recipe = model.config
         if recipe.pos not in ("rope", "fope"):
             raise Refused(f"{run} has {recipe.pos}: a mask takes the place of its attention")
-        encode = load_tokenizer(recipe.tokenizer, run).encode_ordinary
-        held_out = cache(partial(TokenData, recipe.data, "val"))  # few tasks read it
-        task = task_class(name)(encode, lambda n, rng, text=held_out: text().excerpt(n, rng))
+        task = load_task(name, recipe, run)
         models = [(False, model)]
         if recipe.pos == "rope":
             scaling = {"kind": "yarn", "factor": args.length / recipe.train_len}
@@ -116,8 +116,8 @@ def main():
         for yarn, asked in models:
             trials = ask(asked, task, args.length, args.trials)
             near = trials[:, 0] < recipe.train_len
-            found = {"run": run.name, "recipe": vars(recipe), "task": name, "length": args.length}
-            found |= {"yarn": yarn}
+            found = {"run": run.name, "recipe": vars(recipe), "task": name, "yarn": yarn}
+            found["length"] = args.length
             print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler hidden from")
             for where, part in (("near", trials[near]), ("far", trials[~near])):
                 if len(part):

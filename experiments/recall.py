@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from common import one_sentence_errors
+from common import one_sentence_errors, positive_int
 from data import TokenData, window_loss
 from fope import RoPE
 from tasks import Passkey
@@ -58,7 +58,7 @@ class Recall(Passkey):
             n = int(rng.integers(4, longest + 1))
             if rng.random() < self.copied:
                 # The power makes early places likelier: else few copies would be far back.
-                start = int(rng.random() ** 1.5 * max(1, len(tokens) - n + 1))
+                start = int(rng.random() ** 1.5 * (len(tokens) - n + 1))
                 tokens = np.append(tokens, tokens[start : start + n])
             else:
                 tokens, n_read = np.append(tokens, text[n_read : n_read + n]), n_read + n
@@ -106,19 +106,20 @@ def row(first, second, distance, train_len):
     [the mean distance, first, second].
     """
     near, order = distance < train_len, np.array_split(np.argsort(distance), 4)
-    means = {"first": first.mean(), "near": second[near].mean()}
-    if not near.all():
-        means["far"] = second[~near].mean()
+    parts = {"first": first, "near": second[near], "far": second[~near]}
+    means = {name: float(part.mean()) for name, part in parts.items() if len(part)}
     columns = np.array([distance, first, second])
     quarters = [columns[:, part].mean(axis=1).round(3).tolist() for part in order]
-    return {name: float(mean) for name, mean in means.items()} | {"quarters": quarters}
+    return means | {"quarters": quarters}
 
 
 def main(argv=None):
     import evaluation  # here, since train.py imports this file for its classes
 
     parser = evaluation.evaluation_parser(__doc__)
-    parser.add_argument("--trials", type=int, help="at each length; by default the recipe's")
+    parser.add_argument(
+        "--trials", type=positive_int, help="at each length; by default the recipe's"
+    )
     args = parser.parse_args(argv)
     changes = dict(lengths=args.lengths, trials=args.trials)
     model, trained = evaluation.load_for_evaluation(args, **changes)

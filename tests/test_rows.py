@@ -227,6 +227,20 @@ def test_named_comparisons_are_corrected_for_their_number(tmp_path):
     assert "| RoPE minus FoPE, loss at 256 (a) | 6 | " in named.primary_table(again)
 
 
+def test_what_a_comparison_says_is_by_the_test_or_by_the_interval():
+    about = {"label": "a", "to": "b", "figure": "c", "length": 512, "seeds": 8}
+    for measure, mean, half_interval, p_holm, expected in (
+        ("loss", -0.2, 0.1, 0.04, "less"),
+        ("loss", 0.2, 0.1, 0.06, "more, by the interval alone"),
+        ("loss", 0.02, 0.07, 1, "level, within 0.1"),
+        ("loss", 0.02, 0.09, 1, "unclear"),
+        ("accuracy", 0.02, 0.07, 1, "unclear"),
+    ):
+        numbers = {"mean": mean, "half_interval": half_interval, "p_holm": p_holm}
+        table = named.primary_table([about | numbers | {"measure": measure}])
+        assert table.endswith(f"| {expected} |")
+
+
 def test_the_committed_comparisons_are_those_of_the_committed_results():
     paths = {ROOT / "results" / f"{name}.json": seeds for name, seeds in named.SEEDS.items()}
     committed = {path: json.loads(path.read_text()) for path in paths}
