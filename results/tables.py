@@ -102,13 +102,12 @@ def removed():
 
 
 def more():
-    """The same labels after a tenth and after a quarter, and models without more training."""
+    """The loss at 8192 after a tenth and after a quarter of the training, and without it."""
     columns, rows, none = [], [], rows_of(["untrained"])
-    for share, study in (("tenth", "figure4"), ("quarter", "figure4_quarter")):
+    for share, study in (("a tenth more", "figure4"), ("a quarter more", "figure4_quarter")):
         rows += [row | {"kind": share} for row in rows_of([study]) + none]
-        titles = [f"a {share} more, at {n}" for n in (1024, 8192)]
-        columns += at((share, *NATS[1:]), titles, (1024, 8192))
-    return table(rows, "nats per byte", columns, names=NAMES["more"])
+        columns.append((share, (share, *NATS[1:]), 8192))
+    return table(rows, "nats per byte at 8192", columns, names=NAMES["more"])
 
 
 def read_results(names):
@@ -124,21 +123,23 @@ def read_results(names):
 NEAR = 511  # tokens from passkey to answer: within the training length
 
 
-def near_and_far(results, length):
-    """% of whole passkeys found near and far from the question, and by how many models 90 %."""
-    rows = [r["lengths"][str(length)] for r in results if str(length) in r["lengths"]]
+def near_and_far(rows):
+    """% of whole passkeys found near and far from the question: means over the models."""
     if not rows:
-        return ["", "", ""]
-    shares = []  # of each model, near and far: some were asked more passkeys than others
+        return ["", ""]
+    shares = []  # of each model: some were asked more passkeys than others
     for row in rows:
         right, near = np.array(row["right"]), np.array(row["distance"]) <= NEAR
         shares.append([right[near].mean(), right[~near].mean()])
-    near, far = 100 * np.mean(shares, axis=0)
-    return [f"{near:.0f}", f"{far:.0f}", n_that_find_90(rows)]
+    return [f"{100 * share:.0f}" for share in np.mean(shares, axis=0)]
 
 
-def n_that_find_90(rows):
-    return f"{sum(row['accuracy'] >= 0.9 for row in rows)} of {len(rows)}"
+def at_length(results, length):
+    return [r["lengths"][str(length)] for r in results if str(length) in r["lengths"]]
+
+
+def that_find_90(rows):
+    return [row for row in rows if row["accuracy"] >= 0.9]
 
 
 def harms():
@@ -146,17 +147,18 @@ def harms():
     for label, name in NAMES["harms"].items():
         of_label = results[KEYS, label]
         at_512 = [r for r in of_label if "512" in r["lengths"]]
-        learned = {r["recipe"]["seed"] for r in at_512 if r["lengths"]["512"]["accuracy"] >= 0.9}
+        learned = [r for r in at_512 if that_find_90(at_length([r], 512))]
+        seeds = [r["recipe"]["seed"] for r in learned]
         cells = [f"{len(learned)} of {len(at_512)}"]
         for length in (2048, 8192):
-            cells += near_and_far(of_label, length)
-            rows = [r["lengths"] for r in of_label if r["recipe"]["seed"] in learned]
-            found = [r[str(length)]["accuracy"] for r in rows if str(length) in r]
+            cells += near_and_far(at_length(of_label, length))
+            rows = at_length([r for r in of_label if r["recipe"]["seed"] in seeds], length)
+            found = [row["accuracy"] for row in rows]
             cells.append(f"{100 * np.mean(found):.0f}" if found else "")
         lines.append([name, *cells])
-    columns = ["models that have learned the task"]
+    columns = ["learned"]
     for n in (2048, 8192):
-        columns += [f"near at {n}, %", "far, %", "models that find 90 %", "learned models, %"]
+        columns += [f"near at {n}, %", "far, %", "by the learned, %"]
     return markdown(["whole passkeys", *columns], lines)
 
 
@@ -188,14 +190,13 @@ def headline():
     results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
     for name, (text, keys) in NAMES["headline"].items():
         of_text = [result["lengths"] for result in results.get(("perplexity", text), [])]
-        found = near_and_far(results[KEYS, keys], 2048)
-        lines.append([name, *perplexities(of_text), *found, str(len(of_text) or "")])
-    counted = counted_letters(5)
-    cells = [*perplexities(counted), "", "", "", str(len(counted))]
-    lines.append(["counting, by the last five letters", *cells])
+        of_keys = at_length(results[KEYS, keys], 2048)
+        found = [*near_and_far(of_keys), f"{len(that_find_90(of_keys))} of {len(of_keys)}"]
+        lines.append([name, *perplexities(of_text), *found])
+    lines.append(["counting, by the last five letters", *perplexities(counted_letters(5))])
+    lines[-1] += ["", "", ""]
     columns = ["perplexity at 512", "at 8192", "passkeys at 2048, near, %", "far, %"]
-    columns += ["models that find 90 % at 2048", "models for text"]
-    return markdown(["", *columns], lines)
+    return markdown(["", *columns, "models that find 90 %"], lines)
 
 
 def perplexities(models):
@@ -213,7 +214,7 @@ def counted_letters(context):
 
 
 PLACES = [(8, 16), (16, 32), (32, 64), (384, 512)]  # in a window of 512
-READERS = ["RoPE", "FoPE", "RoPE, theta 94", "RoPE + QK-norm", "ALiBi", "KERPLE"]
+READERS = ["RoPE", "FoPE", "ALiBi", "KERPLE"]
 
 
 def ngram():
