@@ -98,11 +98,23 @@ def settings_of(result):
 
 
 def rows_of(result):
+    train_len = Recipe(**result["recipe"]).train_len
     return [
         {"length": int(length), "n_read": row.get("tokens"), "by_position": row.get("by_position")}
         | {name: row.get(name) for name in MEASURED}
+        | near_and_far(row, train_len)
         for length, row in result["lengths"].items()
     ]
+
+
+def near_and_far(row, train_len):
+    """
+    Of a task's whole answers the shares that are right: where what is asked for stands as near to
+    the answer as in training, and where it stands further back. None where it never does.
+    """
+    right, near = np.array(row.get("right", ())), np.array(row.get("distance", ())) < train_len
+    parts = {"near": right[near], "far": right[~near]}
+    return {name: float(part.mean()) if len(part) else None for name, part in parts.items()}
 
 
 # --- labels

@@ -3,15 +3,23 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
 
     python train.py --preset tiny_passkey --task experiments.filler.PasskeyInText --data data/bpe \
         --pos rope --lr 1e-3 --out runs_out/in_text
-    python eval_passkey.py runs_out/in_text                 in the text of the data
-    python eval_passkey.py runs_out/in_text --task passkey_anywhere --trials 100
-    python experiments/filler.py runs_out/in_text models/keys_rope     with the far filler hidden
+    python eval_passkey.py runs_out/in_text                              # in the text of the data
+    python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
+    python experiments/filler.py runs_out/in_text models/keys_rope       # far filler hidden
 
-The last one asks RoPE's or FoPE's models each trial five times. A mask hides the far filler from no
-query, from all queries, from the question and answer alone, from the passkey alone, or from these
-two. They then see the last train_len keys, the passkey and the first lines of the prompt. Each key
-keeps its position. RoPE is asked once more with YaRN, without its temperature, so that its slow
-pairs show angles that training had: else the mask would hide the filler and new angles at once.
+The last one asks RoPE's or FoPE's models each trial five times, with a mask on attention. Those
+queries that are named below do not see the far filler. They see the last train_len keys, the
+passkey and the first lines of the prompt; all other queries see everything before them.
+
+    none            the mask hides nothing
+    all             every query
+    the question    the question and the answer
+    the passkey     the sentence that has the passkey
+    both            these two
+
+Each key keeps its position. RoPE is asked once more with YaRN, without its temperature, so that
+its slow pairs show angles that training had: else the mask would hide the filler and new angles at
+once.
 """
 
 import sys
@@ -60,7 +68,7 @@ def visible(length, train_len, shown, rows):
 
 @torch.no_grad()
 def answers(model, tokens, n_answer, mask):
-    """Whether the whole answer is right, where attention has this mask."""
+    """Whether the whole answer is right. The model's attention has this mask from now on."""
     for block in model.blocks:
         block.attn.pos.attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
     tokens = torch.from_numpy(tokens)[None]
@@ -82,7 +90,7 @@ def ask(model, task, length, n_trials):
         n_question = len(task.encode(f"\n{QUESTION}")) + n_answer
         i = torch.arange(T)
         passkey, question = (i >= end - n_passkey) & (i < end), i >= T - n_question
-        shown = passkey | (i < len(task.task))
+        shown = passkey | (i < len(task.task))  # the first lines of the prompt, too
         rows = (i < 0, i >= 0, question, passkey, question | passkey)  # as in HIDDEN
         masks = [visible(T, model.config.train_len, shown, r) for r in rows]
         trials.append((distance, *(answers(model, tokens, n_answer, mask) for mask in masks)))

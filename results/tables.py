@@ -25,8 +25,8 @@ from wrap import cause_table  # noqa: E402
 
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
 from hf.places import places_table, read_places  # noqa: E402
-from rows import NAMES as EMBEDDINGS  # noqa: E402
 from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
+from rows import rows_of as rows_of_result  # noqa: E402
 
 TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md"]
 TEXTS += [RESULTS / f"{name}.md" for name in ("README", "APPENDIX", "TABLES")]
@@ -46,7 +46,12 @@ def rows_of(names):
     return read_rows([RESULTS / f"{name}.json" for name in names])
 
 
-def table(rows, title, columns, counts=(), names=None):
+def mean(values, factor=1, digits=2):
+    """As rows.cell, without the interval."""
+    return f"{factor * np.mean(values):.{digits}f}" if len(values) else ""
+
+
+def table(rows, title, columns, counts=(), names=None, cell=cell):
     """
     A row for each label, or for each of names, {label: its name}. columns: [(title, what, length),
     ...]; counts: [(title, what), ...], how many models have this number. what: such as NATS.
@@ -98,7 +103,7 @@ def removed():
         read = losses[f"RoPE, {name} told the length"]
         shares = [(as_it_is[s] - read[s]) / (as_it_is[s] - window[s]) for s in sorted(read)]
         lines.append([f"{name} told the length", cell(shares, 100, 0), str(len(shares))])
-    return markdown(["% of the loss above a window that goes away", "at 8192", "models"], lines)
+    return markdown(["% of the damage that goes away", "at 8192", "models"], lines)
 
 
 def more():
@@ -110,56 +115,23 @@ def more():
     return table(rows, "nats per byte at 8192", columns, names=NAMES["more"])
 
 
-def read_results(names):
-    """{(kind, label): its results}, whose labels are those of the rows."""
-    results = [r for name in names for r in read_json(RESULTS / f"{name}.json", kind=list)]
-    found = {}
-    for result in results:
-        label = result["label"] or EMBEDDINGS[result["recipe"]["pos"]]
-        found.setdefault((result["kind"], label), []).append(result)
-    return found
-
-
-NEAR = 511  # tokens from passkey to answer: within the training length
-
-
-def near_and_far(rows):
-    """% of whole passkeys found near and far from the question: means over the models."""
-    if not rows:
-        return ["", ""]
-    shares = []  # of each model: some were asked more passkeys than others
-    for row in rows:
-        right, near = np.array(row["right"]), np.array(row["distance"]) <= NEAR
-        shares.append([right[near].mean(), right[~near].mean()])
-    return [f"{100 * share:.0f}" for share in np.mean(shares, axis=0)]
-
-
-def at_length(results, length):
-    return [r["lengths"][str(length)] for r in results if str(length) in r["lengths"]]
-
-
-def that_find_90(rows):
-    return [row for row in rows if row["accuracy"] >= 0.9]
+def passkeys():
+    """Of the models that have learned the task, and find 90 % at 512: near and far ones, in %."""
+    rows = of_kind(rows_of(ALL), KEYS)
+    at_512 = [row for row in rows if row["length"] == 512]
+    learned = {(row["label"], row["seed"]) for row in at_512 if row["accuracy"] >= 0.9}
+    return rows, [row for row in rows if (row["label"], row["seed"]) in learned]
 
 
 def harms():
-    results, lines = read_results(["enough", "keys", "temperature", "figure1_all"]), []
-    for label, name in NAMES["harms"].items():
-        of_label = results[KEYS, label]
-        at_512 = [r for r in of_label if "512" in r["lengths"]]
-        learned = [r for r in at_512 if that_find_90(at_length([r], 512))]
-        seeds = [r["recipe"]["seed"] for r in learned]
-        cells = [f"{len(learned)} of {len(at_512)}"]
-        for length in (2048, 8192):
-            cells += near_and_far(at_length(of_label, length))
-            rows = at_length([r for r in of_label if r["recipe"]["seed"] in seeds], length)
-            found = [row["accuracy"] for row in rows]
-            cells.append(f"{100 * np.mean(found):.0f}" if found else "")
-        lines.append([name, *cells])
-    columns = ["learned"]
+    rows, learned = passkeys()
+    rows += [row | {"kind": "learned"} for row in learned]
+    columns = []
     for n in (2048, 8192):
-        columns += [f"near at {n}, %", "far, %", "by the learned, %"]
-    return markdown(["whole passkeys", *columns], lines)
+        columns.append((f"near at {n}, %", ("learned", "near", 100, 0), n))
+        columns.append(("far, %", ("learned", "far", 100, 0), n))
+    counts = [("have learned the task", ("learned", "near")), ("of", WHOLE)]
+    return table(rows, "whole passkeys", columns, counts, NAMES["harms"], mean)
 
 
 MASKS = {
@@ -186,53 +158,44 @@ def masked():
 
 
 def headline():
-    """Means over the models: perplexities of text, and whole passkeys at 2048."""
-    results, lines = read_results(["figure1", "enough", "keys", "untrained"]), []
-    for name, (text, keys) in NAMES["headline"].items():
-        of_text = [result["lengths"] for result in results.get(("perplexity", text), [])]
-        of_keys = at_length(results[KEYS, keys], 2048)
-        found = [*near_and_far(of_keys), f"{len(that_find_90(of_keys))} of {len(of_keys)}"]
-        lines.append([name, *perplexities(of_text), *found])
-    lines.append(["counting, by the last five letters", *perplexities(counted_letters(5))])
-    lines[-1] += ["", "", ""]
-    columns = ["perplexity at 512", "at 8192", "passkeys at 2048, near, %", "far, %"]
-    return markdown(["", *columns, "models that find 90 %"], lines)
+    """Perplexities of text, and whole passkeys at 2048 by models that have learned the task."""
+    texts = of_kind(rows_of(ALL), "perplexity") + counted_letters()
+    (_, learned), lines = passkeys(), []
+    for name, labels in NAMES["headline"].items():
+        text, keys = (
+            [row for row in rows if row["label"] == label]
+            for rows, label in zip((texts, learned), labels, strict=True)
+        )
+        cells = [mean(values_at(text, "perplexity", n), 1, 1) for n in (512, 8192)]
+        cells += [mean(values_at(keys, number, 2048), 100, 0) for number in ("near", "far")]
+        found = values_at(keys, "accuracy", 2048)
+        cells.append(f"{sum(share >= 0.9 for share in found)} of {len(found)}" if found else "")
+        lines.append([name, *cells])
+    columns = ["perplexity at 512", "at 8192", "near passkeys at 2048, %", "far ones, %"]
+    return markdown(["", *columns, "models that find 90 % at 2048"], lines)
 
 
-def perplexities(models):
-    """The mean at 512 and at 8192 over models, of which each has its rows by length."""
-    lengths = ("512", "8192") if models else ()
-    means = [np.mean([rows[n]["perplexity"] for rows in models]) for n in lengths]
-    return [f"{mean:.1f}" for mean in means] or ["", ""]
-
-
-def counted_letters(context):
-    """Of each seed what an n-gram with this many letters of context gives, by length."""
-    counted = read_json(RESULTS / "mechanism" / "ngram.json")["results"]
-    of_context = [r for r in counted if r["recipe"]["pos_args"]["context"] == context]
-    return [result["lengths"] for result in of_context]
-
-
-PLACES = [(8, 16), (16, 32), (32, 64), (384, 512)]  # in a window of 512
-READERS = ["RoPE", "FoPE", "ALiBi", "KERPLE"]
+def counted_letters():
+    """What counting with 3, 4 and 5 letters of context gives, as rows."""
+    return [
+        row
+        | {"kind": "perplexity", "label": f"counting {r['recipe']['pos_args']['context']}"}
+        | {"seed": r["recipe"]["seed"]}
+        for r in read_json(RESULTS / "mechanism" / "ngram.json")["results"]
+        for row in rows_of_result(r)
+    ]
 
 
 def ngram():
     """The loss of models of text, also by place in 512 bytes, and what counting letters gives."""
-    results = read_results(["figure1", "figure1_all", "parts", "enough"])
-    models = {}
-    for label in READERS:
-        of_seed = {r["recipe"]["seed"]: r["lengths"] for r in results["perplexity", label]}
-        models[label] = list(of_seed.values())
-    models |= {f"counting letters, {n} bytes of context": counted_letters(n) for n in (3, 4, 5)}
-    lines = []
-    for label, of_label in models.items():
-        losses = [np.mean([rows[n]["loss"] for rows in of_label]) for n in ("512", "8192")]
-        places = np.mean([rows["512"]["by_position"] for rows in of_label], axis=0)
-        losses += [places[a // 4 : b // 4].mean() for a, b in PLACES]  # 128 parts of 4 bytes
-        lines.append([label, *(f"{loss:.2f}" for loss in losses), str(len(of_label))])
-    columns = ["at 512", "at 8192", *(f"bytes {a} to {b}" for a, b in PLACES)]
-    return markdown(["nats per byte", *columns, "models"], lines)
+    rows = of_kind(rows_of(AS_TRAINED), "perplexity") + counted_letters()
+    columns = at(NATS, ["at 512", "at 8192"], [512, 8192])
+    for a, b in ((8, 16), (16, 32), (32, 64), (384, 512)):
+        name = f"bytes {a} to {b}"
+        for row in rows:
+            row[name] = np.mean(row["by_position"][a // 4 : b // 4])  # at 512: 128 parts of 4 bytes
+        columns.append((name, ("perplexity", name, 1, 2), 512))
+    return table(rows, "nats per byte", columns, [("models", NATS)], NAMES["ngram"], mean)
 
 
 def sizes():

@@ -194,6 +194,15 @@ def test_differences_to_an_unknown_label_are_refused(tmp_path):
     refuses(rows.main, [write(tmp_path / "a.json", result()), "--to", "FoPE"], "FoPE", "RoPE")
 
 
+def test_near_is_as_near_as_in_training(read):
+    passkeys = result(kind="passkey", lengths=[256])  # trained at 128
+    row = passkeys["lengths"]["256"]
+    row |= {"distance": [20, 127, 128, 900], "right": [1, 0, 0, 0]}
+    assert [(r["near"], r["far"]) for r in read(passkeys)] == [(0.5, 0.0)]
+    row |= {"distance": [20, 30, 40, 50]}
+    assert [(r["near"], r["far"]) for r in read(passkeys)] == [(0.25, None)]
+
+
 # --- what was named beforehand, and the tables of the texts
 
 
