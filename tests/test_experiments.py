@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "experiments"))
 import filler
 import ngram
 import page
-import recall
 import spectrum_leakage
 import wrap
 
@@ -110,44 +109,6 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
     refuses(wrap.main, [nope, *flags], "nope_s1")
-
-
-# --- a passage that comes again
-
-
-def test_a_passage_comes_again_at_its_distance_and_costs_are_of_its_two_places():
-    rng, (low, high) = np.random.default_rng(0), (0, 100)
-    task = recall.Recall(None, lambda n, rng: rng.integers(low, high, n))
-    tokens, n, distance = task.sample(128, rng)
-    assert len(tokens) == 128 and n == recall.PASSAGE - recall.CUE
-    assert (tokens[-recall.PASSAGE :] == tokens[-recall.PASSAGE - distance : 128 - distance]).all()
-    assert len(task.document(64, rng, eot=0)) == 65
-
-    class Model(torch.nn.Module):  # the loss of a token is its number
-        def forward(self, idx, targets, reduction):
-            return targets.float()
-
-    model = Model()
-    model.weight = torch.nn.Parameter(torch.zeros(1))
-    first, second, distances = recall.costs(model, task, 128, n_trials=3)
-    assert (first == second).all() and (distances < 128).all()
-
-
-def test_a_row_of_recall_has_near_and_far_and_quarters_of_the_distances():
-    distance, first = np.arange(8) * 10.0, np.full(8, 4.0)
-    found = recall.row(first, np.arange(8.0), distance, train_len=40)
-    quarters = found.pop("quarters")
-    assert found == {"first": 4.0, "near": 1.5, "far": 5.5}
-    assert quarters == [[5, 4, 0.5], [25, 4, 2.5], [45, 4, 4.5], [65, 4, 6.5]]
-    assert "far" not in recall.row(first, first, distance, train_len=80)
-
-
-def test_shifted_keys_are_those_of_the_token_before_in_half_of_the_heads():
-    shape = dict(head_dim=8, n_head=2, train_len=16)
-    q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))
-    before = torch.cat((torch.zeros(1, 1, 1, 8), k[:, :1, :-1]), dim=2)
-    expected = RoPE(**shape).scores(q, torch.cat((before, k[:, 1:]), dim=1))
-    torch.testing.assert_close(recall.ShiftedRoPE(**shape).scores(q, k), expected)
 
 
 # --- passkeys in another filler
