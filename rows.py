@@ -4,8 +4,8 @@ Results as rows: for each model, each kind of evaluation and each length its set
     python rows.py runs_out/rope/perplexity.json runs_out/fope/perplexity.json
     python rows.py results/figure1.json --to RoPE           and how far the others are from RoPE
 
-This prints tables of means. Behind a mean of several models stands half of its 95 % interval. Of
-passkeys a table also says how many models find 90 % of them; of one model it shows the interval
+This prints tables of means. Behind a mean of three models or more stands half of its 95 % interval.
+Of passkeys a table also says how many models find 90 % of them; of one model it shows the interval
 that so few trials allow. A difference is taken between two models of one seed. In a notebook:
 
     import pandas, rows
@@ -232,10 +232,10 @@ def half_interval(values):
 
 
 def cell(values, factor=1, digits=2, sign=""):
-    """The mean, of several values ± half its 95 % interval; "" of none. sign="+": a difference."""
+    """The mean, of three values or more ± half its 95 % interval; "" of none. sign="+": signed."""
     values = factor * np.array(values, dtype=float)
-    if len(values) < 2:
-        return f"{values[0]:{sign}z.{digits}f}" if len(values) else ""
+    if len(values) < 3:
+        return f"{values.mean():{sign}z.{digits}f}" if len(values) else ""
     mean, half = values.mean(), half_interval(values)
     if sign and not half:  # all pairs differ by as much
         return f"{mean:z.{digits}f}"

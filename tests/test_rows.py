@@ -168,7 +168,8 @@ def test_an_interval_is_students_and_an_incomplete_length_is_empty(read):
     assert cell(values_at(found, "loss", 128)) == f"2.33 ± {(high - low) / 2:.2f}"
     found = read(result(), result(seed=1, lengths=(128,)))
     assert values_at(found, "loss", 128) == [1.0, 1.0] and values_at(found, "loss", 256) == []
-    assert cell([-0.001]) == "0.00" and cell([0.5, 0.5], sign="+") == "0.50"
+    assert cell([-0.001]) == "0.00" and cell([1.0, 2.0]) == "1.50"
+    assert cell([0.5, 0.5, 0.5], sign="+") == "0.50"
 
 
 def test_differences_are_paired_by_seed(read):
