@@ -1,11 +1,13 @@
 """
-The numbers on docs/index.html, and README's picture, from results/: python experiments/page.py
+The numbers on docs/index.html, and README's picture, from results/.
 
-Both show what trained models lose at each byte of a text that is too long for them. The passages
-and their losses, in nats, are those of results/mechanism/strip.json, which names the commit and the
-command that measured them. The picture has lines of one passage, and below them the loss at each
-place of texts of 8,192 bytes, means over the models. Its axis is e to this loss, that of README's
-table.
+    python experiments/page.py
+    python experiments/page.py --data data/bytes     measures the losses of the passages first
+
+Both show what the models of models/ lose at each byte of a text that is too long for them, in nats
+(results/mechanism/strip.json). The passages are the beginnings of two held-out texts. The picture
+has lines of one passage, and below them the loss at each place of texts of 8,192 bytes, means over
+many models. Its axis is e to this loss, that of README's table.
 """
 
 import json
@@ -14,10 +16,12 @@ import string
 
 import matplotlib.ticker
 import numpy as np
-from shared import ROOT, STYLES, plt
+from shared import ROOT, STYLES, plt, save
 from wrap import HELD, held_distance
 
+from checkpoint import load_checkpoint, with_pos
 from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
+from data import TokenData, window_loss
 from rows import read_rows, values_at
 
 MECHANISM = ROOT / "results" / "mechanism"
@@ -25,7 +29,14 @@ STUDIES = ["figure1", "parts", "enough", "untrained", "keys", "temperature"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]  # of the charts
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 STEP = 0.125  # nats; the page holds a loss as one of 64 digits, a whole number of these
+LENGTH, N_PASSAGES = 2048, 2
 YARN = "RoPE, YaRN told the length"
+READ = {  # name on the page: model, its rope_scaling, label in results/
+    "rope": ("text_rope", None, "RoPE"),
+    "slow": ("text_rope", "slow", "RoPE, slow pairs told the length"),
+    "yarn": ("text_rope", "yarn", YARN),
+    "fope": ("text_fope", None, "FoPE"),
+}
 # name on the page: label in results/
 PASSKEYS = {"rope": "RoPE", "cycle": "RoPE, theta 94", "fope": "FoPE", "alibi": "ALiBi"}
 PASSKEYS |= {"floor": "FoPE, floor alone"}
@@ -42,18 +53,44 @@ def found(kind):
     return by_label
 
 
+# --- the passages
+
+
+def measure(data):
+    """What the models lose at each byte of the first held-out texts that have LENGTH bytes."""
+    tokens, eot = data.read(0, len(data)), data.meta["eot"]
+    documents = np.split(tokens, np.flatnonzero(tokens == eot) + 1)
+    documents = [text[:LENGTH] for text in documents if len(text) > LENGTH][:N_PASSAGES]
+    passages = [{"text": bytes(text.tolist()).decode(), "losses": {}} for text in documents]
+    for name, (folder, kind, _) in READ.items():
+        model, _, _ = load_checkpoint(ROOT / "models" / folder)
+        if kind:
+            scaling = {"kind": kind, "factor": LENGTH / model.config.train_len}
+            model = with_pos(model, model.config.read_with(rope_scaling=scaling))
+        for passage, text in zip(passages, documents, strict=True):
+            losses = window_loss(model, np.append(eot, text), LENGTH)[0]
+            passage["losses"][name] = losses.round(2).tolist()
+    return passages
+
+
 # --- the page
 
 
 def page_numbers(folder):
     """What docs/index.html draws: folder/strip.json, wrap_held.json, and two charts of results/."""
     strip, held = read_json(folder / "strip.json"), read_json(folder / "wrap_held.json")
-    page = {"train_len": strip["train_len"], "step": STEP, "digits": DIGITS, "passages": []}
-    page["lengths"] = LENGTHS
+    N = strip["train_len"]
+    page = {"train_len": N, "step": STEP, "digits": DIGITS, "passages": []}
+    page["lengths"], by_label = LENGTHS, found("perplexity")
     for row in strip["passages"]:
-        losses = {name: packed(at) for name, at in row["losses"].items() if name != "window"}
-        means = {name: [m["passage"][1], m["table"][1]] for name, m in row["mean"].items()}
-        page["passages"].append({"text": row["text"], "past": means, "losses": losses})
+        losses = {name: packed(at) for name, at in row["losses"].items()}
+        past = {}  # train_len: the mean loss of this passage, and of many models and texts
+        for name, (*_, label) in READ.items():
+            many = np.mean(values_at(by_label[label], "by_position", LENGTH), axis=0)
+            many = many[N * len(many) // LENGTH :]
+            here = row["losses"][name][N:]
+            past[name] = [round(float(np.mean(part)), 3) for part in (here, many)]
+        page["passages"].append({"text": row["text"], "past": past, "losses": losses})
     places = {place: held_distance(place, held["train_len"]) for place in HELD}
     page["left"] = {"distance": list(places.values()), "models": len(held["runs"])}
     for pairs in ("slow", "fast"):
@@ -104,7 +141,7 @@ WIDTH = 92
 LINES = [  # name in strip.json, first byte, what it is
     ("rope", 360, "RoPE reads the text, from byte 360:"),
     ("rope", 1474, "RoPE, from byte 1,474. Red is what the model does not expect:"),
-    ("slow", 1474, "the same model, but slow pairs show far bytes at an angle that training had:"),
+    ("slow", 1474, "the same model, but its slow pairs turn four times as slowly:"),
     ("fope", 1474, "a model that was trained with FoPE:"),
 ]
 
@@ -155,7 +192,12 @@ def draw(by_label, passage, dark):
 
 
 def main(argv=None):
-    ArgumentParser(__doc__).parse_args(argv)
+    parser = ArgumentParser(__doc__)
+    parser.add_argument("--data", help="data folder of the texts, which must be bytes")
+    args = parser.parse_args(argv)
+    if args.data:
+        passages = measure(TokenData(args.data, "val"))
+        save({"train_len": 512, "passages": passages}, MECHANISM, "strip")
     fill_page(ROOT / "docs" / "index.html", page_numbers(MECHANISM))
     passage = read_json(MECHANISM / "strip.json")["passages"][0]
     plt.rcParams["svg.hashsalt"] = "the same file each time"
