@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import refuses, write_text
 
 import common
@@ -365,18 +364,6 @@ def test_passkeys_are_evenly_mixed_in_and_leave_the_text_order_alone(data_folder
     other = Batches(tokens, recipe(seed=2, task="passkey", task_share=1.0))
     assert not np.array_equal(documents[0], other.sequence(0))
     assert all(document[-1] == tokens.meta["eot"] for document in documents)
-
-
-def test_processes_share_the_sequences_of_a_step(data_folder, monkeypatch):
-    batches = Batches(TokenData(data_folder, "train"), recipe(train_len=32, batch_size=6))
-    shares = []
-    whole = batches.batch(5, torch.device("cpu"))
-    assert whole.shape == (6, 33) and np.array_equal(whole[2], batches.sequence(5 * 6 + 2))
-    monkeypatch.setattr(common, "world_size", lambda: 3)
-    for number in range(3):
-        monkeypatch.setattr(common, "rank", lambda n=number: n)
-        shares.append(batches.batch(5, torch.device("cpu")))
-    assert torch.equal(torch.cat(shares), whole)
 
 
 # --- tokenizers
