@@ -6,6 +6,8 @@ the recipe. For people to read there are copies: log.jsonl has the log, and conf
 recipe, the commit, the machine and the data. A copy of the tokenizer lies beside them.
 """
 
+import hashlib
+import inspect
 import json
 import signal
 import zipfile
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 
 import common
-from common import Refused, file_sha256, make_folder, write_atomically, write_json
+from common import Refused, make_folder, write_atomically, write_json
 from data import TokenData
 from fope import FoPE
 from model import GPT
@@ -30,7 +32,7 @@ def save_checkpoint(folder, model, about=None, **state):
     the run, its data, commit and machine. state: whatever else is to be loaded again.
     """
     folder = make_folder(folder)
-    config = {"recipe": asdict(model.config), **own_files(model.config), **(about or {})}
+    config = {"recipe": asdict(model.config), **own_code(model.config), **(about or {})}
     state = {"config": config, "model": model.state_dict(), **state}
     write_atomically(folder / "checkpoint.pt", lambda f: torch.save(state, f))
     write_json(folder / "config.json", config)
@@ -57,21 +59,29 @@ def load_checkpoint(folder, device="cpu"):
     about = dict(state["config"])
     recipe = Recipe(**about.pop("recipe"))
     check_pos(recipe)
-    if "own_files" in about and about | own_files(recipe) != about:
-        print(f"note: {', '.join(about['own_files'])} has changed since {folder} was trained")
+    if "own_code" in about and about | own_code(recipe) != about:
+        print(f"note: {', '.join(about['own_code'])} has changed since {folder} was trained")
     model = GPT(recipe, draw=False)
     model.load_state_dict(state["model"])
     return model.to(device), about, state
 
 
-def own_files(config):
-    """{"own_files": {name: checksum}} of the files that an embedding or task mine.Class is in."""
-    files = {}
+def own_code(config):
+    """
+    {"own_code": {name: checksum}} of the embedding or task mine.Class: of the text of the class and
+    of those in its file that it inherits from. Other classes may be added to the file.
+    """
+    found = {}
     for name in (config.pos, getattr(config, "task", "")):
-        with suppress(ModuleNotFoundError):  # a text can be read without the task
-            module, _, _ = name.rpartition(".")
-            files |= {module: file_sha256(import_module(module).__file__)[:16]} if module else {}
-    return {"own_files": files} if files else {}
+        module, _, in_module = name.rpartition(".")
+        if module:
+            with suppress(
+                ModuleNotFoundError, AttributeError
+            ):  # a text can be read without the task
+                classes = getattr(import_module(module), in_module).__mro__
+                text = "".join(inspect.getsource(c) for c in classes if c.__module__ == module)
+                found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {"own_code": found} if found else {}
 
 
 def note_what_was_read(folder, trained, about, state, data, recipe):

@@ -71,6 +71,7 @@ def load_for_evaluation(args, **fields):
         print(f"{config.pos} with {config.pos_args} {config.rope_scaling or ''}")
     model.config = config.check()
     trained = {"trained_on": about.get("data_sha256"), "step": state.get("step")}
+    trained |= {name: value for name, value in about.items() if name == "own_code"}
     if (step := state.get("step", config.n_steps)) < config.n_steps:
         print(f"note: {args.run} is at step {step:,} of {config.n_steps:,}: --resume finishes it")
     return model.to(device), trained

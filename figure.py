@@ -5,12 +5,15 @@ Evaluations as tables and a figure: text and passkeys against the length that is
     python figure.py runs_out/{rope,mine}/perplexity.json --out runs_out/mine.png
 
 A curve is the mean of the models that differ in their seed alone. Up to five curves also show how
-far the models differ: on text by the 95 % interval of the mean, of passkeys by a dot for each
-model. Where models have several training lengths, the axis shows multiples of them.
+far the models differ: by a dot for each model, or on text, of three models or more, by the 95 %
+interval of the mean. An embedding keeps its colour, whatever its settings; these have lines of
+their own. Where models have several training lengths, and were not read at the same number of
+tokens, the axis shows multiples of the training length.
 """
 
 import itertools
 import os
+import re
 import sys
 import textwrap
 from functools import partial
@@ -47,22 +50,30 @@ STYLES = {
 # no methods, but kinds of pairs: greys
 PAIRS = {"slow": ("#333333", "o", "#DDDDDD"), "fast": ("#858585", "s", "#8F8F8F")}
 MORE_STYLES = [("#5C7F00", "p"), ("#A0522D", "h"), ("#7A7A7A", "d"), ("#00688B", "H")]
-MORE_STYLES += [("#A3326F", "8"), ("#3B3B8F", "1"), ("#2E6B5E", "2")]
+MORE_STYLES += [("#A3326F", "8")]
 
 FEW = 5  # more curves have no intervals and no dots around them
 SMALL = 9  # points: ten pixels, where a figure is 838 px wide, as in a README
 
 
+def method(label):
+    """A label without settings, such as lr=0.001: what has the same colour."""
+    return re.sub(r", (\w+=[^,]*|qk_norm|with temperature|newer models)| \+ QK-norm", "", label)
+
+
 def styles(labels):
-    """{label: line style}: fixed for the methods above, further ones for everything else."""
+    """{label: line style}: the colour is that of the method, the line tells its settings apart."""
     fixed = {name: {"color": colour, "marker": m} for name, (colour, m, _) in STYLES.items()}
-    suffixes = {" + QK-norm": "--", ", qk_norm": "--", ", with temperature": "--"}
-    for suffix, ls in (suffixes | {", newer models": "-"}).items():
-        fixed |= {f"{name}{suffix}": fixed[name] | {"ls": ls} for name in STYLES}
-    used = {fixed[label]["color"] for label in labels if label in fixed}
+    methods = dict.fromkeys(map(method, labels))
+    used = {fixed[name]["color"] for name in methods if name in fixed}
     more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
     more = itertools.cycle([style | ls for ls in ({}, {"ls": ":"}, {"ls": "-."}) for style in more])
-    return {label: fixed[label] if label in fixed else next(more) for label in labels}
+    colours = {name: fixed.get(name) or next(more) for name in methods}
+    found, lines = {}, {name: itertools.cycle(("-", "--", ":", "-.")) for name in methods}
+    for label in labels:
+        name = method(label)
+        found[label] = {"ls": next(lines[name])} | colours[name]
+    return found
 
 
 def no_tex(text):
@@ -77,10 +88,11 @@ def draw_curves(ax, rows, number, style, multiples, around):
         x = np.array(list(at)) / (models[0]["train_len"] if multiples else 1)
         mean, colour = np.array([np.mean(values) for values in at.values()]), style[label]["color"]
         ax.plot(x, mean, ms=5, **style[label])
-        if around == "band" and n_models(models, number) > 1:
+        n = n_models(models, number)
+        if around == "band" and n > 2:
             half = np.array([half_interval(values) for values in at.values()])
             ax.fill_between(x, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
-        if around == "dots" and n_models(models, number) > 1:  # beside each other, not upon
+        elif around and n > 1:  # dots, beside each other
             shift = 2 ** (0.07 * (i - (len(style) - 1) / 2))
             for dots in np.array(list(at.values())).T:
                 ax.scatter(x * shift, dots, s=10, color=colour, alpha=0.5, lw=0)
@@ -113,7 +125,7 @@ def draw_panel(ax, rows, number, style, multiples, around):
     seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
     seeds += {"band": ", band: 95 % interval", "dots": ", dots: each"}.get(around, "")
     ax.set_title(f"{no_tex(title)}\n({'one seed' if many == 1 else seeds})", fontsize=10)
-    train_len = rows[0]["train_len"]
+    train_lens = sorted({row["train_len"] for row in rows})
     ax.set_xscale("log", base=2)
     if multiples:
         ticks = sorted({row["length"] / row["train_len"] for row in rows})
@@ -121,10 +133,13 @@ def draw_panel(ax, rows, number, style, multiples, around):
         ax.set_xlabel("times the training length")
     else:
         ticks = sorted({row["length"] for row in rows})
-        ax.set_xticks(ticks, [f"{n}\n{n / train_len:g}x" for n in ticks])
+        several = len(train_lens) > 1
+        names = [f"{n}" if several else f"{n}\n{n / train_lens[0]:g}x" for n in ticks]
+        ax.set_xticks(ticks, names)
         ax.set_xlabel("length that is read (tokens); dotted: training")
     ax.minorticks_off()
-    ax.axvline(1 if multiples else train_len, color="black", lw=0.8, ls=":", zorder=1)
+    for train_len in [1] if multiples else train_lens:
+        ax.axvline(train_len, color="black", lw=0.8, ls=":", zorder=1)
     ax.grid(alpha=0.25)
 
 
@@ -132,7 +147,8 @@ def draw(rows, number="accuracy"):
     """A panel for each kind of evaluation. number: of passkeys, "accuracy" or "token_accuracy"."""
     kinds = grouped(rows, "kind").values()
     style = styles(list(grouped(rows, "label")))
-    multiples = len({row["train_len"] for row in rows}) > 1
+    of_len = grouped(rows, "train_len").values()
+    multiples = len({frozenset(row["length"] for row in alike) for alike in of_len}) > 1
     n_columns = min(len(kinds), 2)  # more would make text too small in a README
     in_legend = 4 if len(style) == 4 else 3  # side by side
     in_lines = [textwrap.fill(no_tex(label), 112 // in_legend) for label in style]
@@ -143,7 +159,9 @@ def draw(rows, number="accuracy"):
     for ax in axes[len(kinds) :]:
         ax.remove()
     for ax, of_kind in zip(axes, kinds, strict=False):
-        around = "" if len(style) > FEW else "band" if is_text(of_kind[0]) else "dots"
+        many = max(n_models(models, "label") for models in grouped(of_kind, "label").values())
+        around = "band" if is_text(of_kind[0]) and many > 2 else "dots"
+        around = around if len(style) <= FEW else ""
         draw_panel(ax, of_kind, number, style, multiples, around)
     if all("quick" in row["preset"] for row in rows):
         fig.suptitle("After so few steps of training this means nothing")
@@ -175,7 +193,7 @@ def main(argv=None):
     out = args.out or Path(args.results[0]).with_suffix(".png")
     if out.suffix != ".png" or out.is_dir():
         raise Refused(f"--out {out} is no name of a .png file")
-    rows = read_rows([path for path in args.results if Path(path).name != "config.json"])
+    rows = read_rows(args.results)
     for name, shown in (("kind", args.kind), ("label", args.only)):
         if unknown := set(shown or ()) - grouped(rows, name).keys():
             raise Refused(f"{name} {unknown.pop()} is none of {', '.join(grouped(rows, name))}")

@@ -95,8 +95,8 @@ class Recipe(GPTConfig):
     def continued(self, **changes):
         """
         The recipe of a run that starts from the trained weights of this one. It keeps the shape
-        and, unless they are changed, the embedding, the training length and the data. All other
-        fields are the preset's.
+        and, unless they are changed, the embedding, the training length, the data and the task. All
+        other fields are the preset's.
         """
         for name in ("preset", *FIXED):
             if name in changes and changes[name] != (old := getattr(self, name)):
@@ -123,7 +123,8 @@ class Recipe(GPTConfig):
         """Returns the recipe. Refused where a run cannot have its values."""
         for name, value in vars(self).items():
             is_number = type(value) in (int, float)
-            if is_number and not (0 < value < 2**63 or (value == 0 and name in MAY_BE_ZERO)):
+            may_be_zero = name in MAY_BE_ZERO or getattr(Recipe, name, None) == 0
+            if is_number and not (0 < value < 2**63 or (value == 0 and may_be_zero)):
                 raise Refused(f"--{name} cannot be {value}")
         if not self.task_share <= 1 or bool(self.task) != bool(self.task_share):
             raise Refused("give both --task and --task_share, or neither; the share is at most 1")
@@ -137,12 +138,15 @@ class Recipe(GPTConfig):
 
 
 OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags: the data say them
-FIXED = (*OF_THE_DATA, "n_layer", "n_head", "head_dim", "n_embd", "theta", "init_std", "qk_norm")
-KEPT = (*FIXED, "pos", "pos_args", "rope_scaling", "train_len", "data")  # by --init_from
+# weights that are trained further keep these; and these, unless they are changed
+CHANGEABLE = ("pos", "pos_args", "rope_scaling", "train_len", "data", "task", "task_share")
+OF_THE_MODEL = {f.name for f in fields(GPTConfig)} - {*CHANGEABLE, "seed"}
+FIXED = (*OF_THE_DATA, *sorted(OF_THE_MODEL - {*OF_THE_DATA}))
+KEPT = (*FIXED, *CHANGEABLE)
 # A resumed run may change these: they do not change its weights, but for rounding.
 MAY_CHANGE = ("data", "grad_accum", "compile", "eval_tokens", "eval_every", "log_every")
 MAY_CHANGE += ("save_every", "lengths", "read_tokens", "trials")
-MAY_BE_ZERO = ("seed", "task_share", "lr", "warmup_steps", "weight_decay")
+MAY_BE_ZERO = ("lr", "warmup_steps", "weight_decay")  # and what is so by default
 
 # --- the table
 

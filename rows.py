@@ -14,6 +14,7 @@ that so few trials allow. A difference is taken between two models of one seed. 
 
 import itertools
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,8 @@ def read_rows(paths):
     """
     results = []
     for path in paths:
+        if Path(path).name == "config.json":  # of runs_out/*/*.json
+            continue
         content = read_json(path, kind=dict | list)
         for result in content if isinstance(content, list) else [content]:
             try:
@@ -85,7 +88,8 @@ def settings_of(result):
     for name, value in vars(recipe).items():
         as_dict = isinstance(value, dict)
         model |= {f"{name}.{k}": v for k, v in value.items()} if as_dict else {name: value}
-    model |= {name: result.get(name) for name in ("commit", "trained_on", "data_sha256")}
+    others = ("commit", "trained_on", "data_sha256", "own_code")
+    model |= {name: result.get(name) for name in others}
     model["label"] = " ".join((result.get("label") or "").split())  # on one line
     model["init_from"] = re.sub(rf"_s{recipe.seed}$", "", Path(recipe.init_from).name)
     model["data"] = Path(recipe.data).name
@@ -174,11 +178,17 @@ def name_corpora(rows):
 def check_together(rows):
     """Refuse a label whose models differ in more than their seed, and texts that differ."""
     fields = {name for row in rows for name in row if name.split(".")[0] in vars(Recipe())}
-    refuse_several(rows, ("kind", "label"), (fields | {"trained_on"}) - NEVER, "--label")
+    fields = (fields | {"trained_on", "own_code"}) - NEVER
+    refuse_several(rows, ("kind", "label"), fields, "--label")
     texts = [row for row in rows if is_text(row)]
     refuse_several(texts, ("kind", "tokenizer"), ["data_sha256"], "--data")
     how = ("kind", "tokenizer", "train_len", "length")
     refuse_several(texts, how, ["n_read", "longest"], "the evaluation's --max_tokens and --lengths")
+    if any(len(grouped(of_one, "longest")) > 1 for of_one in grouped(texts, "tokenizer").values()):
+        note = "note: models of several training lengths have read different parts of the text"
+        print(
+            f"{note}; the same --lengths in tokens, such as 128,512, compare them", file=sys.stderr
+        )
 
 
 def refuse_several(rows, by, names, flag):
@@ -321,7 +331,7 @@ def main(argv=None):
     add("results", nargs="+", help="json files of evaluations")
     add("--to", nargs="+", default=[], metavar="LABEL", help="labels to take differences to")
     args = parser.parse_args(argv)
-    rows = read_rows([path for path in args.results if Path(path).name != "config.json"])
+    rows = read_rows(args.results)
     if unknown := set(args.to) - grouped(rows, "label").keys():
         raise Refused(f"--to {unknown.pop()} is none of {', '.join(grouped(rows, 'label'))}")
     print(tables(rows, args.to))

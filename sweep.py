@@ -32,7 +32,7 @@ from pathlib import Path
 
 import common
 import train
-from checkpoint import load_checkpoint, open_data
+from checkpoint import load_checkpoint, open_data, own_code
 from common import ROOT, Refused, make_folder, positive_int, read_json, write_json
 from recipe import MAY_CHANGE, RECIPES, Recipe, parse_lengths
 
@@ -89,7 +89,7 @@ def jobs_of(grid, out):
             raise Refused(f"--{name} can have one value: another one makes no other model")
     runs = [path.parent for path in sorted(out.glob("*/checkpoint.pt"))]
     configs = {folder: read_json(folder / "config.json") for folder in runs}
-    stored = {folder: identity(c["recipe"], c["data_sha256"]) for folder, c in configs.items()}
+    stored = {folder: identity(c, c["data_sha256"]) for folder, c in configs.items()}
     for (seed,), (pos,) in itertools.product(grid["seed"], grid["pos"]):
         embedding, *own = pos.split(":")
         own = [setting.partition("=") for setting in own]
@@ -99,7 +99,7 @@ def jobs_of(grid, out):
             words = ["--pos", embedding, "--seed", seed]
             words += [word for setting in (*chosen, *own) for word in flag(*setting)]
             recipe, data = recipe_of(words)
-            this = identity(asdict(recipe), data.sha256())
+            this = identity({"recipe": asdict(recipe), **own_code(recipe)}, data.sha256())
             shown = [*own, *((name, value) for name, value in chosen if len(grid[name]) > 1)]
             parts = [name.rpartition(".")[2] + "".join(value) for name, value in shown]
             name = "_".join([embedding, *parts, f"s{seed}"]).replace("/", "-")
@@ -117,10 +117,15 @@ def recipe_of(words):
     return open_data(RECIPES[given.get("preset", "tiny")].changed(**given))
 
 
-def identity(recipe, data_sha256):
-    """All that tells trained models apart. recipe: a dict, which an older version may have made."""
-    fields = {name: v for name, v in asdict(Recipe(**recipe)).items() if name not in MAY_CHANGE}
-    return fields | {"data": data_sha256 or recipe["data"]}
+def identity(about, data_sha256):
+    """
+    All that tells trained models apart. about: a dict with the recipe, which an older version may
+    have made, and with the checksum of an embedding or task of one's own.
+    """
+    recipe = Recipe(**about["recipe"])
+    fields = {name: v for name, v in asdict(recipe).items() if name not in MAY_CHANGE}
+    code = {f"the code of {name}": digits for name, digits in about.get("own_code", {}).items()}
+    return fields | code | {"data": data_sha256 or recipe.data}
 
 
 def folder_of(folder, this, stored):
@@ -131,8 +136,8 @@ def folder_of(folder, this, stored):
     if this in stored.values():
         return next(old for old, other in stored.items() if other == this)
     if other := stored.get(folder):
-        name = next(name for name in this if this[name] != other[name])
-        different = f"{name} {other[name]}, not {this[name]}"
+        name = next(name for name in this if this[name] != other.get(name))
+        different = f"{name} {other.get(name)}, not {this[name]}"
         raise Refused(f"{folder} is a run with {different}; choose another --out")
     return folder
 
@@ -152,7 +157,7 @@ def is_done(job, evaluate):
             return False
         result = read_json(path)
         stored, asked = Recipe(**result["recipe"]), job.recipe
-        is_same = identity(result["recipe"], result["trained_on"]) == job.identity
+        is_same = identity(result, result["trained_on"]) == job.identity
         read = [[r.lengths, r.read_tokens, r.trials] for r in (stored, asked)]
         if not is_same or read[0] != read[1] or result["step"] != asked.n_steps:
             return False
@@ -162,8 +167,8 @@ def is_done(job, evaluate):
 # --- how long it takes
 
 TRIAL_STEPS, TRIALS = 20, 2  # of a short run
-COUNTS = ("pos", "n_layer", "n_head", "head_dim", "n_embd", "vocab_size", "qk_norm", "rope_scaling")
-COUNTS += ("train_len", "batch_size", "grad_accum", "compile", "task", "lengths")
+COSTS_NOTHING = {"seed", "lr", "tokens", "warmup_steps", "weight_decay", "init_std", "theta"}
+COSTS_NOTHING |= {"init_from", "read_tokens", "trials"}
 
 
 def trial_tokens(recipe):
@@ -176,9 +181,9 @@ def little(recipe):
 
 
 def cost_file(job, args):
-    """Where the cost of jobs is noted that are alike in what COUNTS."""
-    settings = [getattr(job.recipe, name) for name in COUNTS] + [args.device, args.evaluate]
-    digits = hashlib.sha256(str(settings).encode()).hexdigest()[:8]
+    """Where the cost of jobs is noted that differ in what COSTS_NOTHING."""
+    settings = {name: v for name, v in vars(job.recipe).items() if name not in COSTS_NOTHING}
+    digits = hashlib.sha256(f"{settings} {args.device} {args.evaluate}".encode()).hexdigest()[:8]
     return args.out / "timing" / f"{job.recipe.pos}_{digits}.json"
 
 

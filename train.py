@@ -38,7 +38,7 @@ from checkpoint import (
     note_what_was_read,
     open_data,
     open_run,
-    own_files,
+    own_code,
     resumed_recipe,
     with_pos,
 )
@@ -102,7 +102,7 @@ def make_model(run, given, resume, device):
     model.config = recipe
     optimizer = make_optimizer(model.to(device), recipe)
     if saved is None:
-        run.about = data_fingerprint(data, recipe) | own_files(recipe) | common.provenance(device)
+        run.about = data_fingerprint(data, recipe) | own_code(recipe) | common.provenance(device)
         return model, optimizer, data, 0
     optimizer.load_state_dict(saved["optimizer"])
     run.log = saved["log"]

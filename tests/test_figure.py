@@ -18,8 +18,8 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     assert len({tuple(line.items()) for line in style.values()}) == len(labels)
     assert style["RoPE, qk_norm"] == style["RoPE"] | {"ls": "--"}
     assert figure.styles(["FoPE"])["FoPE"] == style["FoPE"]
-    many = figure.styles([f"mine {i}" for i in range(20)]).values()  # more than there are colours
-    assert len({tuple(line.items()) for line in many}) == 20
+    many = figure.styles([f"mine {i}" for i in range(15)]).values()  # more than there are colours
+    assert len({tuple(line.items()) for line in many}) == 15
 
 
 def luminance(colour):
@@ -63,6 +63,8 @@ def test_text_has_an_interval_and_passkeys_a_dot_for_each_model(draw):
     assert {low, high} <= set(band.get_paths()[0].vertices[:, 1])
     assert text.lines[0].get_ydata() == pytest.approx([40 * 7 / 3] * 2)
     assert "3 seeds" in text.get_title() and len(keys.collections) == 3  # dots, and no interval
+    two, _ = draw(*results[:2], *results[3:]).axes  # an interval of two would hide everything
+    assert len(two.collections) == 2 and "dots" in two.get_title()
     many = [result(seed=0, label=f"{i}") for i in range(6)] + [result(seed=1, label="0")]
     assert not draw(*many).axes[0].collections
 
@@ -70,6 +72,8 @@ def test_text_has_an_interval_and_passkeys_a_dot_for_each_model(draw):
 def test_several_training_lengths_share_an_axis_of_multiples(draw):
     (ax,) = draw(result(), result(train_len=1024, lengths=(1024, 4096))).axes
     assert [line.get_xdata().tolist() for line in ax.lines[:2]] == [[1, 2], [1, 4]]
+    (ax,) = draw(result(), result(train_len=1024)).axes  # but not where all have one length
+    assert [line.get_xdata().tolist() for line in ax.lines[:2]] == [[128, 256], [128, 256]]
 
 
 def test_a_figure_of_next_to_no_training_says_so(draw):

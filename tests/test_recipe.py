@@ -189,8 +189,8 @@ def test_what_is_not_typed_of_a_scaling_is_as_it_was_trained():
 
 
 def test_a_continued_run_has_its_shape_from_its_start_and_all_else_from_the_preset():
-    shape = dict(n_layer=2, theta=500.0, qk_norm=True, train_len=64, data="mine")
-    trained = RECIPES["180M"].changed(pos="rope", **shape, lr=1.0, seed=3, task="x")
+    shape = dict(n_layer=2, theta=500.0, qk_norm=True, train_len=64, data="mine", task="x")
+    trained = RECIPES["180M"].changed(pos="rope", **shape, lr=1.0, seed=3)
     new = trained.continued(init_from="run", pos="fope", tokens=7)
     changes = shape | dict(init_from="run", tokens=7)
     assert new == RECIPES["180M"].changed(**changes, pos_args={"cap": False})

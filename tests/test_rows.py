@@ -24,7 +24,7 @@ def result(pos="rope", seed=0, value=1.0, kind="perplexity", lengths=(128, 256),
         row = {"accuracy": value, "token_accuracy": value, "answer_nll": 2.3}
         row |= {"accuracy_low": value / 2, "accuracy_high": 1.0}
     recipe = {"pos": pos, "train_len": 128, "seed": seed, "tokens": 128 * 4 * 157, "batch_size": 4}
-    of_result = {"label", "data", "data_sha256", "trained_on", "step"}
+    of_result = {"label", "data", "data_sha256", "trained_on", "step", "own_code"}
     recipe |= {name: v for name, v in more.items() if name not in of_result}
     about = {name: v for name, v in more.items() if name in of_result}
     return {"kind": kind, "recipe": recipe, "lengths": {str(n): row for n in lengths}} | about
@@ -119,6 +119,7 @@ def test_two_tokenizers_and_two_training_lengths_can_be_compared(read):
         (dict(lengths="128,4096"), "longest"),
         (dict(label="mine", lr=0.5), "lr"),
         (dict(label="mine", trained_on=["x"]), "trained_on"),
+        (dict(own_code={"mine.Class": "1a"}), "own_code"),
         (dict(label="mine", init_from="runs_out/rope_s1"), "init_from"),
     ],
     ids=str,

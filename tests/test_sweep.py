@@ -86,6 +86,23 @@ def test_what_is_done_is_known_by_its_recipe_its_data_and_its_step(data_folder, 
         jobs(copy, tmp_path, words)
 
 
+def test_an_embedding_that_was_edited_is_another_run(data_folder, tmp_path, monkeypatch):
+    """And a class that is written into its file, later, changes nothing."""
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = tmp_path / "mine_of_a_sweep.py"
+    first = "from fope import RoPE\n\n\nclass Mine(RoPE):\n    size = 1\n"
+    mine.write_text(first)
+    words = "--pos mine_of_a_sweep.Mine --lengths 1x"
+    run = run_training(data_folder, tmp_path / "mine_of_a_sweep.Mine_s0", *words.split())
+    eval_perplexity.main([str(run)])
+    mine.write_text(f"{first}\n\nclass Later(RoPE):\n    pass\n")
+    (job,) = jobs(data_folder, tmp_path, words)
+    assert job.folder == run and sweep.is_done(job, ["perplexity"])
+    mine.write_text(first.replace("1", "2"))
+    with pytest.raises(Refused, match=r"the code of mine_of_a_sweep\.Mine"):
+        jobs(data_folder, tmp_path, words)
+
+
 def test_minutes_are_shared_by_training_and_reading(data_folder, tmp_path):
     """A fifth of the tokens are read; what is typed is kept; two runs side by side."""
     made = jobs(data_folder, tmp_path, "--pos rope fope --seed 0-1 --lengths 1x,16x")

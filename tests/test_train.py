@@ -201,7 +201,7 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch, capsy
     capsys.readouterr()
     run_training(data_folder, run, *flags[:3], "--stop_at=2", "--resume")
     load_checkpoint(run)  # once more: the checksum stays that of the start
-    assert capsys.readouterr().out.count("note: mine_of_a_test has changed") == 2
+    assert capsys.readouterr().out.count("note: mine_of_a_test.Slower has changed") == 2
 
 
 class Learned(RoPE):
