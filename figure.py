@@ -163,8 +163,6 @@ def draw(rows, number="accuracy"):
         around = "band" if is_text(of_kind[0]) and many > 2 else "dots"
         around = around if len(style) <= FEW else ""
         draw_panel(ax, of_kind, number, style, multiples, around)
-    if all("quick" in row["preset"] for row in rows):
-        fig.suptitle("After so few steps of training this means nothing")
     handles = [matplotlib.lines.Line2D([], [], ms=5, **line) for line in style.values()]
     layout = dict(loc="outside lower center", ncols=in_legend, frameon=False, fontsize=SMALL)
     fig.legend(handles, in_lines, **layout)  # not by ax.legend, which leaves "_x" out

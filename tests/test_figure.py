@@ -76,10 +76,6 @@ def test_several_training_lengths_share_an_axis_of_multiples(draw):
     assert [line.get_xdata().tolist() for line in ax.lines[:2]] == [[128, 256], [128, 256]]
 
 
-def test_a_figure_of_next_to_no_training_says_so(draw):
-    assert draw(result(preset="quick"))._suptitle and not draw(result())._suptitle
-
-
 @pytest.mark.parametrize("label", ["_mine", "$5, $6"])
 def test_a_label_is_text_in_a_figure(draw, label):
     """Whatever it would mean to matplotlib or to TeX, which may be wrong."""
