@@ -86,24 +86,21 @@ def summary():
 
 
 def untrained():
+    """
+    Models that are read otherwise than they were trained; and what share of RoPE's loss at 8192,
+    above that with a window of 512, this takes away.
+    """
+    rows = of_kind(rows_of(ALL), "perplexity")
+    at_8192 = {(row["label"], row["seed"]): row["loss"] for row in rows if row["length"] == 8192}
+    for row in rows:
+        row["removed"] = None
+        if row["label"].endswith("told the length") and row["length"] == 8192:
+            worst, best = (at_8192[la, row["seed"]] for la in ("RoPE", "RoPE, window of 512"))
+            row["removed"] = (worst - row["loss"]) / (worst - best)
     lengths = [512, 1024, 2048, 4096, 8192]
     columns = at(NATS, [f"{n} ({n // 512}x)" for n in lengths], lengths)
-    return table(rows_of(ALL), "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
-
-
-def removed():
-    """The share of RoPE's loss at 8192, above that with a window of 512, that a remedy removes."""
-    rows = [row for row in rows_of(["figure1", "untrained"]) if row["length"] == 8192]
-    losses = {}
-    for row in of_kind(rows, "perplexity"):
-        losses.setdefault(row["label"], {})[row["seed"]] = row["loss"]
-    as_it_is, window = losses["RoPE"], losses["RoPE, window of 512"]
-    lines = []
-    for name in ("slow pairs", "YaRN", "NTK"):
-        read = losses[f"RoPE, {name} told the length"]
-        shares = [(as_it_is[s] - read[s]) / (as_it_is[s] - window[s]) for s in sorted(read)]
-        lines.append([f"{name} told the length", cell(shares, 100, 0), str(len(shares))])
-    return markdown(["% of the damage that goes away", "at 8192", "models"], lines)
+    columns.append(("damage removed at 8192, %", ("perplexity", "removed", 100, 0), 8192))
+    return table(rows, "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
 
 
 def more():
@@ -223,7 +220,7 @@ def places():
     return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
 
 
-CITED = (headline, summary, ngram, harms, masked, untrained, removed, more, sizes, cause, named)
+CITED = (headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
 CITED = {function.__name__: function for function in (*CITED, places)}
 
 
