@@ -13,6 +13,7 @@ many models. Its axis is e to this loss, that of README's table.
 import json
 import re
 import string
+import sys
 
 import matplotlib.ticker
 import numpy as np
@@ -22,10 +23,12 @@ from wrap import HELD, held_distance
 from checkpoint import load_checkpoint, with_pos
 from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
 from data import TokenData, window_loss
-from rows import read_rows, values_at
+from rows import grouped, values_at
+
+sys.path.append(str(ROOT / "results"))
+from tables import ALL, of_kind, passkeys, rows_of
 
 MECHANISM = ROOT / "results" / "mechanism"
-STUDIES = ["figure1", "parts", "enough", "untrained", "keys", "temperature"]
 LENGTHS = [512, 1024, 2048, 4096, 8192]  # of the charts
 DIGITS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 STEP = 0.125  # nats; the page holds a loss as one of 64 digits, a whole number of these
@@ -38,19 +41,17 @@ READ = {  # name on the page: model, its rope_scaling, label in results/
     "fope": ("text_fope", None, "FoPE"),
 }
 # name on the page: label in results/
-PASSKEYS = {"rope": "RoPE", "cycle": "RoPE, theta 94", "fope": "FoPE", "alibi": "ALiBi"}
-PASSKEYS |= {"floor": "FoPE, floor alone"}
-PERPLEXITY = {"rope": "RoPE", "yarn": YARN, "window": "RoPE, window of 512", **PASSKEYS}
-PASSKEYS |= {"yarn": f"{YARN}, with temperature", "sharp": "FoPE, with temperature"}
+PERPLEXITY = {"rope": "RoPE", "yarn": YARN, "window": "RoPE, window of 512"}
+PERPLEXITY |= {"cycle": "RoPE, theta 94", "fope": "FoPE", "floor": "FoPE, floor alone"}
+PERPLEXITY |= {"alibi": "ALiBi"}
+PASSKEYS = {"rope": "RoPE, newer models", "yarn": f"{YARN}, with temperature"}
+PASSKEYS |= {"fope": "FoPE, newer models", "sharp": "FoPE, with temperature"}
+PASSKEYS |= {"floor": "FoPE, floor alone", "alibi": "ALiBi"}
 
 
-def found(kind):
-    """{label: its rows} of one kind of evaluation in results/."""
-    by_label = {}
-    for row in read_rows([ROOT / "results" / f"{name}.json" for name in STUDIES]):
-        if row["kind"] == kind:
-            by_label.setdefault(row["label"], []).append(row)
-    return by_label
+def texts():
+    """{label: the rows of its models of text}."""
+    return grouped(of_kind(rows_of(ALL), "perplexity"), "label")
 
 
 # --- the passages
@@ -81,7 +82,7 @@ def page_numbers(folder):
     strip, held = read_json(folder / "strip.json"), read_json(folder / "wrap_held.json")
     N = strip["train_len"]
     page = {"train_len": N, "step": STEP, "digits": DIGITS, "passages": []}
-    page["lengths"], by_label = LENGTHS, found("perplexity")
+    page["lengths"], by_label = LENGTHS, texts()
     for row in strip["passages"]:
         losses = {name: packed(at) for name, at in row["losses"].items()}
         past = {}  # train_len: the mean loss of this passage, and of many models and texts
@@ -96,14 +97,15 @@ def page_numbers(folder):
     for pairs in ("slow", "fast"):
         removed = [[run["removed"][f"{pairs}, {p}"] for p in places] for run in held["runs"]]
         page["left"][pairs] = (100 - 100 * np.mean(removed, axis=0)).round().tolist()
-    page["perplexity"] = by_length(PERPLEXITY, "perplexity", "perplexity", 1)
-    page["passkeys"] = by_length(PASSKEYS, "passkey_anywhere", "accuracy", 100)
+    page["perplexity"] = by_length(PERPLEXITY, by_label, "perplexity", 1)
+    _, learned = passkeys()
+    page["passkeys"] = by_length(PASSKEYS, grouped(learned, "label"), "accuracy", 100)
     return page
 
 
-def by_length(curves, kind, number, factor):
+def by_length(curves, by_label, number, factor):
     """{name: [models, mean at each length or None, ...]} of a number of results/ times a factor."""
-    by_label, rows = found(kind), {}
+    rows = {}
     for name, label in curves.items():
         at = [values_at(by_label[label], number, n) for n in LENGTHS]
         means = (round(factor * float(np.mean(v)), 2) if len(v) else None for v in at)
@@ -202,7 +204,7 @@ def main(argv=None):
     passage = read_json(MECHANISM / "strip.json")["passages"][0]
     plt.rcParams["svg.hashsalt"] = "the same file each time"
     for dark, name in ((False, "loss.svg"), (True, "loss_dark.svg")):
-        fig = draw(found("perplexity"), passage, dark)
+        fig = draw(texts(), passage, dark)
         fig.savefig(ROOT / "docs" / name, transparent=True, metadata={"Date": None})
 
 
