@@ -66,11 +66,10 @@ def page(browser):
 
 
 SETTINGS = [  # training length, size of a head, heads, theta, variant, floor, cap
-    (512, 64, 8, 1e4, "released", True, True),
+    (1024, 64, 8, 1e4, "released", True, True),
     (24, 16, 2, 100, "released", False, True),
-    (96, 80, 6, 5e5, "paper", True, True),
+    (96, 80, 6, 10, "paper", True, True),
     (256, 128, 1, 10, "released", True, False),
-    (64, 8, 3, 9, "paper", False, True),
 ]
 NAMES = "trainLen", "headDim", "nHead", "theta", "variant", "floor", "cap"
 
@@ -145,15 +144,7 @@ def test_its_yarn_is_that_of_baselines(page, factor):
     torch.testing.assert_close(ours, torch.tensor(found), rtol=1e-5, atol=0)
 
 
-ADDRESSES = [
-    "",
-    "theta=7",
-    "trainLen=64&theta=10",
-    "trainLen=2048&floor=0",
-    "sigma=0",
-    "position=0",
-]
-ADDRESSES += ["position=1e9", "show=alibi", "show=slow&text=1", "text=9&show=constructor"]
+ADDRESSES = ["", "trainLen=64&theta=10", "trainLen=2048&floor=0", "show=slow&text=1"]
 
 
 @pytest.mark.slow
