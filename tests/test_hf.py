@@ -5,10 +5,8 @@ import itertools
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,31 +246,22 @@ def test_scaled_frequencies_stay_on_the_pairs_that_have_learned_them(tmp_path):
 # hf/export.py
 
 
-def export(run, out):
-    hf.export.main([str(run), "--out", str(out)])
-    return transformers.AutoModelForCausalLM.from_pretrained(out).eval()
-
-
 EXPORTED = [*EMBEDDINGS, "rope_a", "rope --qk_norm", "fope --qk_norm"]
-EXPORTED += ["rope --rope_scaling factor=4 original_len=16"]
+EXPORTED += ["rope --rope_scaling factor=4 original_len=16 temperature=true"]
 
 
 @pytest.mark.parametrize("flags", EXPORTED)
 def test_an_exported_model_has_the_same_logits(flags, data_folder, tmp_path):
     run = run_training(data_folder, tmp_path / "run", "--pos", *flags.split())
     ours, _, _ = load_checkpoint(run)
-    theirs = export(run, tmp_path / "exported")
+    hf.export.main([str(run), "--out", str(tmp_path / "exported")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     assert (type(theirs) is transformers.LlamaForCausalLM) == (flags == "rope")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == 511
     for T in (32, 128):
         ids = torch.randint(512, (2, T))
         torch.testing.assert_close(logits(theirs, ids), ours(ids), atol=1e-5, rtol=0)
-
-
-def test_an_exported_run_writes_through_a_pipeline(checkpoint, tmp_path):
-    export(checkpoint, tmp_path)
-    write = transformers.pipeline("text-generation", str(tmp_path))
-    text = write("Document", max_new_tokens=8, do_sample=False)[0]["generated_text"]
-    assert text.startswith("Document") and len(text) > len("Document")
 
 
 def test_what_cannot_be_exported_is_refused(data_folder, tmp_path):
@@ -302,7 +291,6 @@ def test_the_exported_tokenizer_gives_the_same_ids(name, data_folder, tmp_path):
 # hf/evaluate.py: the project's evaluations of a Llama
 
 
-@torch.no_grad()
 @torch.no_grad()
 def test_the_reader_gives_the_librarys_logits_losses_and_text(swapped):
     reader, ids = Reader(swapped), tokens(2, 70)
@@ -428,26 +416,10 @@ def write_chats(folder):
     return folder
 
 
-@pytest.fixture
-def benchmark(monkeypatch, tmp_path):
-    """Call hf.benchmark, for what the harness writes: {task: numbers}."""
-    main = pytest.importorskip("hf.benchmark", reason="lm_eval is not installed").main
-
-    def run(model, *words):
-        out = tempfile.mkdtemp(dir=tmp_path)
-        words = ["run", *words, "--output_path", out, "--device", "cpu"]
-        words += ["--model_args", f"pretrained={model},max_length=448"]
-        monkeypatch.setattr(sys, "argv", ["hf.benchmark", *map(str, words)])
-        main()
-        (path,) = Path(out).rglob("results*.json")
-        return json.loads(path.read_text())["results"]
-
-    return run
-
-
-def test_the_calls_of_the_readme(benchmark, llama_folder, tmp_path, monkeypatch, capsys):
+def test_the_calls_of_the_readme(llama_folder, tmp_path, monkeypatch, capsys):
     """Its block and its commands one after the other, of a small model at a small length."""
     main = pytest.importorskip("hf.finetune", reason="trl is not installed").main
+    benchmark = pytest.importorskip("hf.benchmark", reason="lm_eval is not installed").main
     page = (ROOT / "hf" / "README.md").read_text().replace(" \\\n", "")
     monkeypatch.chdir(tmp_path)
     write_chats(tmp_path / "chats")
@@ -477,64 +449,38 @@ def test_the_calls_of_the_readme(benchmark, llama_folder, tmp_path, monkeypatch,
     refuses(main, [*words, "--learning_rate=0.02"], "holds a run of other flags")
     refuses(main, [*words, "--output_dir", llama_folder], "holds other files")
     (passkeys,) = [words for words in commands if "passkeys" in words]
-    numbers = benchmark("tuned_fope", *passkeys[2:4], "--limit", 2)
-    assert numbers["passkeys"]["acc,none"] in (0, 0.5, 1)
+    words = ["run", *passkeys[2:4], "--limit=2", "--output_path=scores", "--device=cpu"]
+    words += ["--model_args", "pretrained=tuned_fope,max_length=448"]
+    monkeypatch.setattr(sys, "argv", ["hf.benchmark", *words])
+    benchmark()
+    (path,) = Path("scores").rglob("results*.json")
+    assert json.loads(path.read_text())["results"]["passkeys"]["acc,none"] in (0, 0.5, 1)
 
 
-def test_passkeys_of_the_harness_are_ours(benchmark, llama_folder):
-    from hf.tasks.functions import passkeys
-
+def test_passkeys_of_the_harness_are_ours(llama_folder):
+    functions = pytest.importorskip("hf.tasks.functions", reason="lm_eval is not installed")
     encoding, rng = load_tokenizer("byte", ""), np.random.default_rng((0, 448))
-    trials = passkeys(llama_folder, max_length=448, trials=3)["test"]
+    trials = functions.passkeys(llama_folder, max_length=448, trials=3)["test"]
     for trial in trials:  # those of evaluation.task_accuracy
         ids, n, _ = Passkey(encoding.encode_ordinary).sample(448, rng)
         assert encoding.encode_ordinary(trial["prompt"] + trial["answer"]) == ids.tolist()
         assert len(trial["answer"]) == n
 
 
-TASK = """
-task: writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{context}}"
-doc_to_target: "{{answer[0]}}"
-generation_kwargs: {max_gen_toks: 4, do_sample: false, until: []}
-"""
+def test_the_tables_have_bins_of_words_and_the_loss_of_the_first_answer():
+    functions = pytest.importorskip("hf.tasks.functions", reason="lm_eval is not installed")
+    score = functions.in_bins(lambda doc, results: {"score": doc["length"]})
+    for length, name in ((3999, "0-4k"), (4000, "4-8k"), (8000, "8k+")):
+        assert score({"length": length}, []) == {"score": length, name: length}
+    several = ["wo", "rd"]
+    for doc in ({"answer": several}, {"answer": {"value": "wo"}}, {"choices": {"text": several}}):
+        assert functions.loss(doc, [(-6.0, False)]) == {"loss": 6.0, "loss_per_character": 3.0}
 
 
-def test_the_tables(benchmark, llama_folder, tmp_path):
-    """Bins of words and the loss of an answer, of a task that needs no network."""
-    folder, data = shutil.copytree(ROOT / "hf" / "tasks", tmp_path / "tasks"), tmp_path / "d.jsonl"
-    documents = [dict(context="word " * 30, answer=["wo"], length=n) for n in (0, 3999, 4000, 8000)]
-    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    (folder / "writing.yaml").write_text(TASK.replace("DATA", str(data)))
-    with open(folder / "functions.py", "a") as f:
-        f.write("words = in_bins(lambda doc, results: {'score': doc['length']})\n")
-    for name, entry in (
-        ("table1", "process_results: !function functions.words"),
-        ("table5", 'doc_to_target: "{{answer[0]}}"'),
-    ):
-        head, _, _ = (folder / f"{name}.yaml").read_text().partition("\ntask:")
-        (folder / f"{name}.yaml").write_text(f"{head}\ntask: [{{task: writing, {entry}}}]")
-    how = ["--include_path", folder, "--tasks"]
-    row = benchmark(llama_folder, *how, "table1", "--model", "middle_cut")["writing"]
-    means = {"score": 15999 / 4, "0-4k": 3999 / 2, "4-8k": 4000, "8k+": 8000}
-    assert {name: row[f"{name},none"] for name in means} == means
-    row = benchmark(llama_folder, *how, "table5")["writing"]
-    ids = torch.tensor([load_tokenizer("byte", "").encode_ordinary("word " * 30 + "wo")])
-    log_probs = logits(hf.swap.load(llama_folder).eval(), ids[:, :-1]).log_softmax(-1)[0, -3:]
-    expected = -float(log_probs.gather(1, ids[0, -3:, None]).sum())
-    assert row["loss,none"] == pytest.approx(expected, abs=1e-3)
-    assert row["loss_per_character,none"] == pytest.approx(expected / 2, abs=1e-3)
-
-
-def test_a_prompt_that_is_too_long_loses_its_middle(benchmark, llama_folder, monkeypatch):
-    from hf.benchmark import HFLM, MiddleCut
-
-    lm = MiddleCut(str(llama_folder), max_length=40, device="cpu")
-    monkeypatch.setattr(HFLM, "generate_until", lambda self, requests: requests)
+def test_a_prompt_that_is_too_long_loses_its_middle(llama_folder, monkeypatch):
+    benchmark = pytest.importorskip("hf.benchmark", reason="lm_eval is not installed")
+    lm = benchmark.MiddleCut(str(llama_folder), max_length=40, device="cpu")
+    monkeypatch.setattr(benchmark.HFLM, "generate_until", lambda self, requests: requests)
     texts = ["a" * 10 + "b" * 50 + "c" * 10, "short"]
     requests = [SimpleNamespace(args=(text, {"max_gen_toks": 20})) for text in texts]
     cut = lm.generate_until(requests)
