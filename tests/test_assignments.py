@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
@@ -137,14 +136,6 @@ def rotation_tables(freqs, T):
     angles = torch.arange(T).double()[:, None] * freqs
     return Tables(angles.cos(), angles.sin())
 """),
-    "float64, its own path, a thread that never ends": (3, """
-import threading, time
-threading.Thread(target=time.sleep, args=(900,)).start()
-assert open(__file__) and open("fope.py")
-
-def above_floor(freqs, train_len):
-    return freqs.double()[freqs.double() * train_len / (2 * math.pi) >= 1]
-"""),
     "a bias that starts at 0, and is dropped in training": (6, """
 import baselines
 from torch import nn
@@ -198,12 +189,9 @@ MISTAKES = [
     (3, 3, "complete a turn", "2 * math.pi", "2.2 * math.pi"),
     (3, 7, "exactly one", "freqs[freqs >= 2", "freqs[freqs > 2"),
     (3, 8, "order", "train_len]", "train_len].sort(descending=True)[0]"),
-    # sums that are swapped, but not the stopped pairs
-    (4, 7, "swapped", "cos, sin, cos_coef, sin_coef, n", "sin, cos, sin_coef, cos_coef, n"),
     (4, 8, "stopped pairs", "(0, n_constant), value=sin_pad)", "(0, n_constant))"),
     (4, 9, "weight 1 is at every", "math.ceil(D / K)", "1"),
     (4, 9, "standard deviation is 0.77", "std=self.sigma", "std=self.sigma**0.5"),
-    (4, 9, "mean size is", "nn.init.normal_(noise, std=", "noise.uniform_(-1, 1).mul_(3**0.5 * "),
     (4, 9, "two calls", NOISE, NOISE + "        torch.manual_seed(1)\n"),
     (5, 9, "default_rng", "rng((seed, length))", "rng((length, seed))"),
     (5, 8, "in length", "right[r, -n:].all(), right[r, -n:]", "right[r].all(), right[r]"),
@@ -247,7 +235,6 @@ BROKEN = {
     "leaves": "import os; os._exit(0)",
     "writes lines": "def rope_freqs(*args):\n    raise ValueError('\\x1b[2K\\rx: 60 of 60\\n 10')",
     "never loads": "while True: pass",
-    "gives sparse": "import torch\ndef rope_freqs(*args):\n    return torch.eye(4).to_sparse()",
     "gives nan": "import torch\ndef rope_freqs(d, _):\n    return torch.nan * torch.ones(d // 2)",
     "a syntax error": "def rope_freqs(:\n",
 }
@@ -271,36 +258,33 @@ def test_a_function_that_does_not_end_costs_its_own_points_alone(graded, short):
 
 
 @pytest.mark.slow
-def test_unusual_but_honest_files_lose_nothing(graded):
-    text = "\ufeff# \u2028\n\x0c\n" + original("fope.py").replace("\n", "\r\n")
-    assert graded(3, text + "\r\nprint('my file')\r\n")[0] == 10
-    assert graded(5, original("eval_passkey.py").replace("share.round(2)", "share"))[0] == 10
+def test_shares_that_are_not_rounded_and_a_thread_that_goes_on_lose_nothing(graded):
+    text = original("eval_passkey.py").replace("share.round(2)", "share")
+    thread = "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(900,)).start()\n"
+    assert graded(5, text + thread)[0] == 10
 
 
 # --- what is handed in
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["fope.py", "fope (1).py", "Fope.PY", "ada_123_fope.py", "fope copy.py", "fope_v2.py",
-     "fope - Kopie (2).py", "fope.py.txt", "a/b/fope.py", "x.zip:fope.py", "X.ZIP:a\\b\\fope.py",
-     "a/x.zip:a/b/fope (2).py", "answers.zip:y.zip:fope.py"],
-)  # fmt: skip
+    "name", ["fope.py", "Fope (1).PY", "ada_123_fope_v2.py", "fope.py.txt", "a/b/fope copy.py"]
+)
 def test_names_that_people_and_platforms_give(tmp_path, name):
-    *archives, inside = name.split(":")
-    content = b"x"
-    for archive in archives[::-1]:
-        with zipfile.ZipFile(tmp_path / "zip", "w") as file:
-            file.writestr("__MACOSX/fope.py", "no")
-            file.writestr("assignments/answers.zip", b"no zip")
-            file.writestr(inside, content)
-        inside, content = archive, (tmp_path / "zip").read_bytes()
-    path = tmp_path / "ada" / inside
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    (tmp_path / "ada" / "none.zip").write_text("no zip")
+    path = tmp_path / "ada" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
     assert grade.read_submission(tmp_path / "ada") == {"fope.py": b"x"}
     assert grade.read_submission(path) == {"fope.py": b"x"}
+
+
+def test_a_zip_is_read_but_for_the_answers_and_what_a_mac_adds(tmp_path):
+    with zipfile.ZipFile(tmp_path / "ada.zip", "w") as archive:
+        archive.writestr("__MACOSX/fope.py", "no")
+        archive.writestr("starter/assignments/answers.zip", "no zip")
+        archive.writestr("starter/fope (2).py", "x")
+    assert grade.read_submission(tmp_path) == {"fope.py": b"x"}
+    assert grade.read_submission(tmp_path / "ada.zip") == {"fope.py": b"x"}
 
 
 def test_of_several_names_the_plainest_counts_and_of_several_words_the_first(tmp_path):
@@ -345,19 +329,10 @@ def test_the_file_of_gradescope(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_ended_keeps_what_is_done(tmp_path):
-    paths, out = [tmp_path / f"{name}_fope.py" for name in "abcdefgh"], tmp_path / "points.csv"
-    for path in paths:
-        shutil.copy(ROOT / "fope.py", path)
-    words = ["assignments/grade.py", *paths, "--exercise", "3", "--out", out]
-    batch = subprocess.Popen(
-        [sys.executable, *map(str, words)], stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True
-    )
-    while b"c_fope.py" not in batch.stdout.readline():
-        pass  # what it says before the third is in the file
-    os.killpg(batch.pid, signal.SIGINT)
-    batch.communicate()
-    rows = [row[:2] for row in csv.reader(out.open())][1:]
-    assert 2 <= len(rows) < 8 and rows == [[path.stem, "10"] for path in paths[: len(rows)]]
-    assert command(*words)[0] == 1  # another grading would write over it
-    assert [row[:2] for row in csv.reader(out.open())][1:] == rows
+def test_the_table_has_a_row_for_each_student(tmp_path):
+    paths, out = [tmp_path / "a_fope.py", tmp_path / "b_fope.py"], tmp_path / "points.csv"
+    shutil.copy(ROOT / "fope.py", paths[0])
+    paths[1].write_text("")
+    command("assignments/grade.py", *paths, "--exercise", "3", "--out", out)
+    rows = [row[:3] for row in csv.reader(out.open())]
+    assert rows == [["student", "points", "sheet 3"], ["a_fope", "10", "10"], ["b_fope", "0", "0"]]
