@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from baselines import yarn
-from fope import FoPE, RoPE, alibi_slopes
+from baselines import slow_down, yarn
+from fope import FoPE, RoPE
 
 PAGE = ROOT / "docs" / "index.html"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -85,7 +85,7 @@ const of = (pos) => ({
 });
 const more = { K: fope.K, own: fope.own, std: fope.std, cos_coef: list(fope.cosCoef),
   sin_coef: list(fope.sinCoef) };
-return { rope: of(rope), fope: { ...of(fope), ...more }, slopes: alibiSlopes(setting.nHead) };
+return { rope: of(rope), fope: { ...of(fope), ...more } };
 """
 
 
@@ -107,7 +107,6 @@ def test_its_mathematics_is_that_of_fope(page, values):
         torch.testing.assert_close(ours, torch.tensor(theirs), rtol=1e-5, atol=1e-5)
 
     # frequencies, floor, where the weights of 1 are, and the size of the noise
-    agree(alibi_slopes(H), theirs["slopes"])
     agree(rope.freqs, theirs["rope"]["freqs"])
     agree(fope.freqs, told["freqs"])
     D, K = fope.cos_coef.shape[1:]
@@ -138,10 +137,10 @@ def test_its_yarn_is_that_of_baselines(page, factor):
     freqs = RoPE(head_dim=64, n_head=1, train_len=512, theta=1e4).freqs
     found = page.execute_script(
         "const shape = {trainLen: 512, headDim: 64, theta: 1e4};"
-        f"return Array.from(yarn(ropeFreqs(64, 1e4), {factor}, shape))"
+        f"return [yarn, slowDown].map((f) => Array.from(f(ropeFreqs(64, 1e4), {factor}, shape)))"
     )
-    ours = yarn(freqs, factor, original_len=512, head_dim=64)
-    torch.testing.assert_close(ours, torch.tensor(found), rtol=1e-5, atol=0)
+    ours = yarn(freqs, factor, original_len=512, head_dim=64), slow_down(freqs, factor, 512)
+    torch.testing.assert_close(torch.stack(ours), torch.tensor(found), rtol=1e-5, atol=0)
 
 
 ADDRESSES = ["", "trainLen=64&theta=10", "trainLen=2048&floor=0", "show=slow&text=1"]
@@ -181,7 +180,7 @@ def test_a_letter_is_as_red_as_its_loss(page):
     for number, passage in enumerate(strip["passages"]):
         text = page.execute_script(f"set({{text: {number}}}); return byId('strip').textContent")
         assert text == passage["text"].replace("\n", "¶")
-        for name in ("rope", "slow", "alibi"):
+        for name in ("rope", "slow", "fope"):
             page.execute_script(f"set({{show: '{name}', position: 1500}})")
             colours = page.execute_script(
                 "return [...byId('strip').children].map((e) => e.style.backgroundColor)"
