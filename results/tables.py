@@ -216,8 +216,9 @@ def named():
 
 def places():
     """The loss of SmolLM2 by place in a long text."""
-    names = NAMES["places"]["files"]
-    return places_table(*read_places([RESULTS / "smollm2" / f"{name}.json" for name in names]))
+    names = NAMES["places"]
+    losses, length = read_places([RESULTS / "smollm2" / f"{file}.json" for file in names])
+    return places_table({names[file]: of_file for file, of_file in losses.items()}, length)
 
 
 CITED = (headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
