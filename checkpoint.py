@@ -6,8 +6,8 @@ the recipe. For people to read there are copies: log.jsonl has the log, and conf
 recipe, the commit, the machine and the data. A copy of the tokenizer lies beside them.
 """
 
+import ast
 import hashlib
-import inspect
 import json
 import signal
 import zipfile
@@ -68,19 +68,24 @@ def load_checkpoint(folder, device="cpu"):
 
 def own_code(config):
     """
-    {"own_code": {name: checksum}} of the embedding or task mine.Class: of the text of the class and
-    of those in its file that it inherits from. Other classes may be added to the file.
+    {"own_code": {name: checksum}} of the embedding or task mine.Class: of its file without imports,
+    comments, and classes that it does not inherit from, so that others may be written there.
     """
     found = {}
     for name in (config.pos, getattr(config, "task", "")):
         module, _, in_module = name.rpartition(".")
         if module:
-            with suppress(
-                ModuleNotFoundError, AttributeError
-            ):  # a text can be read without the task
-                classes = getattr(import_module(module), in_module).__mro__
-                text = "".join(inspect.getsource(c) for c in classes if c.__module__ == module)
-                found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            with suppress(ModuleNotFoundError):  # a text can be read without the task
+                file = import_module(module)
+                needed = {cls.__name__ for cls in getattr(file, in_module, object).__mro__}
+                code = ast.parse(Path(file.__file__).read_bytes())
+                code.body = [
+                    part
+                    for part in code.body
+                    if not isinstance(part, ast.ClassDef | ast.Import | ast.ImportFrom)
+                    or getattr(part, "name", "") in needed
+                ]
+                found[name] = hashlib.sha256(ast.unparse(code).encode()).hexdigest()[:16]
     return {"own_code": found} if found else {}
 
 
@@ -161,35 +166,19 @@ class Run:
 
 def holds_a_run(folder, given, resume):
     """
-    Whether a folder holds a run. given: the flags of train.py that were typed. Raises Refused if
-
-        there is a run, but it is not to be resumed;
-        there is no run, but a file that another command has written;
-        there is no run to resume, and no flag was typed with which to start one.
+    Whether a folder holds a run. Raises Refused if there is one that is not to be resumed, or none
+    and in its place data or another program's model, or none to resume and in `given` no flag of
+    train.py with which to start one.
     """
-    if (folder / "checkpoint.pt").exists():
-        if not resume:
-            raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
-        return True
-    for name in ("meta.json", "progress.json", "config.json"):  # by prepare_data.py, by others
-        if (folder / name).exists():
+    found = (folder / "checkpoint.pt").exists()
+    if found and not resume:
+        raise Refused(f"{folder} already holds a run; --resume it or choose another --out")
+    for name in ("meta.json", "config.json"):
+        if not found and (folder / name).exists():
             raise Refused(f"{folder} has a {name} and no run; choose another --out")
-    if resume and not given:
+    if resume and not found and not given:
         raise Refused(f"there is no run in {folder}; to start one, type its flags, too")
-    return False
-
-
-def resumed_recipe(folder, started, given):
-    """
-    `started`, the recipe that a run was started with, changed by the flags that were typed. Raises
-    Refused if one of these settings may not change.
-    """
-    recipe = started.read_with(**given)
-    for name, old in asdict(started).items():
-        new = getattr(recipe, name)
-        if new != old and name not in MAY_CHANGE:
-            raise Refused(f"{folder} was started with {name} = {old!r}, not {new!r}")
-    return recipe
+    return found
 
 
 def open_data(recipe, trained=None):
@@ -214,12 +203,23 @@ def data_fingerprint(data, recipe):
     return {"data_sha256": data.sha256(), "n_windows": n_windows}
 
 
-def check_same_data(run, recipe, data):
-    """Refuse to resume on other data. Where the code has changed since, say so."""
+def resumed(run, started, given):
+    """
+    (recipe, data) of a run that goes on. started: its recipe. given: the flags that were typed.
+    Raises Refused if one of these settings may not change, and on other data. Where the code has
+    changed since, it says so.
+    """
+    recipe = started.read_with(**given)
+    for name, old in asdict(started).items():
+        new = getattr(recipe, name)
+        if new != old and name not in MAY_CHANGE:
+            raise Refused(f"{run.folder} was started with {name} = {old!r}, not {new!r}")
+    recipe, data = open_data(recipe, started)
     if run.about | data_fingerprint(data, recipe) != run.about:
         raise Refused(f"{recipe.data} has other data than {run.folder} was started with")
-    if (started := run.about["commit"]) != (commit := common.git_commit()):
-        print(f"note: {run.folder} was started at commit {started}, now it is {commit}")
+    if (then := run.about["commit"]) != (now := common.git_commit()):
+        print(f"note: {run.folder} was started at commit {then}, now it is {now}")
+    return recipe, data
 
 
 # --- another embedding for trained weights

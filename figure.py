@@ -12,24 +12,20 @@ tokens, the axis shows multiples of the training length.
 """
 
 import itertools
-import os
 import re
 import sys
 import textwrap
 from functools import partial
 from pathlib import Path
 
+import matplotlib.style
+import matplotlib.ticker
 import numpy as np
+from matplotlib.figure import Figure
 
 import common
 from common import Refused
 from rows import grouped, half_interval, is_text, n_models, read_rows, tables, unit, values_at
-
-if "matplotlib" not in sys.modules:  # a notebook's backend, which this Python may not have
-    os.environ.pop("MPLBACKEND", None)
-import matplotlib.style
-import matplotlib.ticker
-from matplotlib.figure import Figure
 
 # One method has one colour and one marker, in every figure and on docs/index.html.
 # Colour on white, marker, colour on a dark ground. Those of the page are apart by their lightness,
@@ -170,11 +166,11 @@ def draw(rows, number="accuracy"):
 
 
 def save(rows, out, number="accuracy"):
-    """The figure of draw as png. A matplotlibrc of one's own changes nothing."""
+    """The figure of draw, as png or pdf. A matplotlibrc of one's own changes nothing."""
     common.make_folder(Path(out).parent)
     with matplotlib.style.context("default"):
         fig = draw(rows, number)
-        common.write_atomically(out, partial(fig.savefig, format="png", dpi=160))
+        common.write_atomically(out, partial(fig.savefig, format=Path(out).suffix[1:], dpi=160))
     print(f"figure: {out}", file=sys.stderr)
 
 
@@ -182,15 +178,15 @@ def main(argv=None):
     parser = common.ArgumentParser(__doc__)
     add = parser.add_argument
     add("results", nargs="+", help="json files of evaluations")
-    add("--out", type=Path, help="the png; by default beside the first json file")
+    add("--out", type=Path, help="a .png or .pdf; by default a .png beside the first json file")
     add("--only", nargs="+", metavar="LABEL", help="the curves, if not all")
     add("--kind", nargs="+", help="the panels, if not all: perplexity, passkey, ...")
     numbers = dict(choices=["accuracy", "token_accuracy"], default="accuracy")
     add("--number", **numbers, help="of passkeys: whole answers, or their tokens")
     args = parser.parse_args(argv)
     out = args.out or Path(args.results[0]).with_suffix(".png")
-    if out.suffix != ".png" or out.is_dir():
-        raise Refused(f"--out {out} is no name of a .png file")
+    if out.suffix not in (".png", ".pdf") or out.is_dir():
+        raise Refused(f"--out {out} is no name of a .png or .pdf file")
     rows = read_rows(args.results)
     for name, shown in (("kind", args.kind), ("label", args.only)):
         if unknown := set(shown or ()) - grouped(rows, name).keys():

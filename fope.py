@@ -288,12 +288,7 @@ class RoPE(PositionEmbedding):
     def _apply(self, fn, recurse=True):
         """To another device, but to no other dtype: rounded frequencies would turn other angles."""
         self.forget_tables()
-
-        def in_fp32(tensor):
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(in_fp32, recurse)
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
 
 
 # --- FoPE as a module, with what the released code does otherwise

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from fope import POSITION_EMBEDDINGS, SDPA_WITHOUT_CUDNN, PositionEmbedding, RoPE
+from fope import POSITION_EMBEDDINGS, SDPA_WITHOUT_CUDNN, PositionEmbedding, PositionError, RoPE
 
 # --- what a model is
 
@@ -34,9 +34,7 @@ def option(default, meaning=""):
 class GPTConfig:
     pos: str = option("fope", "position embedding, or a class in a file of your own, as mine.Class")
     pos_args: dict = option({}, "keywords of the embedding, such as variant=paper sigma=0.4")
-    rope_scaling: dict | None = option(
-        None, "with --init_from: make slow pairs slower, by kind=yarn factor=16 for example"
-    )
+    rope_scaling: dict | None = option(None, "with --init_from, for example kind=yarn factor=16")
     train_len: int = option(512, "tokens in a training sequence")
     vocab_size: int = option(50257)
     n_layer: int = option(8, "number of blocks")
@@ -44,9 +42,7 @@ class GPTConfig:
     head_dim: int = option(64, "width of a head; n_head * head_dim need not be n_embd")
     n_embd: int = option(512, "width of the model")
     theta: float = option(10000.0, "base of RoPE's frequencies theta^(-2m/head_dim)")
-    init_std: float = option(
-        0.02, "standard deviation of new weight matrices, which are cut off at 3 of them"
-    )
+    init_std: float = option(0.02, "standard deviation of new matrices, cut off at 3 of them")
     qk_norm: bool = option(False, "normalise queries and keys before the rotation")
     seed: int = option(0, "seed of the weights, FoPE's random numbers and the order of the data")
 
@@ -56,9 +52,9 @@ def embedding_class(pos):
     cls = POSITION_EMBEDDINGS.get(pos, pos)
     if isinstance(cls, str):
         module, _, name = cls.rpartition(".")
-        cls = getattr(import_module(module), name)
+        cls = getattr(import_module(module), name, None) if module else None
     if not (isinstance(cls, type) and issubclass(cls, PositionEmbedding)):
-        raise AttributeError(f"{pos} is no PositionEmbedding")
+        raise PositionError(f"{pos} is no PositionEmbedding")
     return cls
 
 

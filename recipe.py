@@ -33,19 +33,13 @@ class Recipe(GPTConfig):
     # what it reads
     data: str = option("data/c4", "folder that prepare_data.py wrote")
     tokenizer: str = option("gpt2", "tokenizer of the data")
-    task: str = option(
-        "", "task whose sequences are mixed into the text; --task_share says how many"
-    )
+    task: str = option("", "task whose sequences are mixed into the text, by --task_share")
     task_share: float = option(0.0, "share of the training sequences that are taken from --task")
-    init_from: str = option(
-        "", "weights to start from: the folder of a run, whose shape this one takes"
-    )
+    init_from: str = option("", "folder of a run, whose weights and shape this one starts with")
     # how it is trained, by AdamW
     tokens: int = option(10_000_000_000, "training tokens, rounded up to whole steps")
     batch_size: int = option(1024, "sequences in an optimizer step")
-    grad_accum: int = option(
-        16, "parts into which a batch is split; GPUs divide the parts among them"
-    )
+    grad_accum: int = option(16, "parts of a batch; GPUs divide the parts among them")
     lr: float = option(6e-4, "peak learning rate")
     warmup_steps: int | None = option(
         None, "steps of warm-up; by default 5 % of all steps, and 10,000 for the paper's 10B tokens"
@@ -54,9 +48,7 @@ class Recipe(GPTConfig):
     compile: bool = option(False, "use torch.compile: minutes at the start, then faster steps")
     # what is written on the way
     eval_tokens: int = option(65_536, "validation tokens whose loss is measured while training")
-    eval_every: int | None = option(
-        None, "steps between validation losses; by default there are 10 of them"
-    )
+    eval_every: int | None = option(None, "steps between validation losses; by default 10 losses")
     log_every: int = option(10, "steps between lines of log.jsonl")
     save_every: int = option(1000, "steps between checkpoints")
     # how the trained model is evaluated
@@ -234,7 +226,7 @@ def check_pos(config):
     """Refuse a GPTConfig whose embedding is unknown or does not take its keywords."""
     try:
         embedding_class(config.pos)
-    except (ValueError, ModuleNotFoundError, AttributeError) as e:
+    except (PositionError, ModuleNotFoundError) as e:
         names = ", ".join(POSITION_EMBEDDINGS)
         raise Refused(
             f"unknown position embedding {config.pos!r} ({e}); known: {names}, or FILE.CLASS"
@@ -276,8 +268,6 @@ def add_flags(parser, recipe):
             options |= dict(nargs="*", metavar="K=V", action=Keywords)
         else:
             options |= dict(type=kind, metavar=kind.__name__.upper())
-        if f.name == "preset":
-            options["choices"] = RECIPES
         group.add_argument(f"--{f.name}", **options)
 
 

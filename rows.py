@@ -57,7 +57,7 @@ def read_rows(paths):
     for path in paths:
         if Path(path).name == "config.json":  # of runs_out/*/*.json
             continue
-        content = read_json(path, kind=dict | list)
+        content = read_json(path)
         for result in content if isinstance(content, list) else [content]:
             try:
                 results.append((settings_of(result), rows_of(result)))
@@ -247,8 +247,6 @@ def cell(values, factor=1, digits=2, sign=""):
     if len(values) < 3:
         return f"{values.mean():{sign}z.{digits}f}" if len(values) else ""
     mean, half = values.mean(), half_interval(values)
-    if sign and not half:  # all pairs differ by as much
-        return f"{mean:z.{digits}f}"
     return f"{mean:{sign}z.{digits}f} ± {half:.{digits}f}"
 
 

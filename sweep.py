@@ -87,7 +87,7 @@ def jobs_of(grid, out):
     for name in {*MAY_CHANGE} - {"data"} & grid.keys():
         if len(grid[name]) > 1:
             raise Refused(f"--{name} can have one value: another one makes no other model")
-    runs = [path.parent for path in sorted(out.glob("*/checkpoint.pt"))]
+    runs = [path.parent for path in sorted(out.glob("*/config.json"))]
     configs = {folder: read_json(folder / "config.json") for folder in runs}
     stored = {folder: identity(c, c["data_sha256"]) for folder, c in configs.items()}
     for (seed,), (pos,) in itertools.product(grid["seed"], grid["pos"]):

@@ -109,8 +109,9 @@ def task_class(name):
     """That of a name in TASKS, or of a file of one's own, as mine.MultiKey."""
     module, _, in_module = name.rpartition(".")
     try:
-        return getattr(import_module(module), in_module) if module else TASKS[name]
-    except (KeyError, ImportError, ValueError, AttributeError) as e:
-        raise Refused(
-            f"unknown task {name!r} ({e}); known: {', '.join(TASKS)}, or FILE.CLASS"
-        ) from None
+        cls = getattr(import_module(module), in_module, None) if module else TASKS.get(name)
+    except ModuleNotFoundError:
+        cls = None
+    if cls is None:
+        raise Refused(f"unknown task {name!r}; known: {', '.join(TASKS)}, or FILE.CLASS")
+    return cls

@@ -21,7 +21,6 @@ crash loses the steps since the last checkpoint: there is one every five minutes
 import math
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import common
 from checkpoint import (
-    check_same_data,
     data_fingerprint,
     holds_a_run,
     load_checkpoint,
@@ -39,7 +37,7 @@ from checkpoint import (
     open_data,
     open_run,
     own_code,
-    resumed_recipe,
+    resumed,
     with_pos,
 )
 from common import Bar, Refused, positive_int
@@ -61,13 +59,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("--out", required=True, type=Path, help="folder of the run, such as runs_out/fope")
     add("--resume", action="store_true", help="continue the run in --out, or start it")
-    add(
-        "--evaluate",
-        nargs="+",
-        choices=["perplexity", "passkey"],
-        default=[],
-        help="evaluations at the end, by eval_perplexity.py and eval_passkey.py",
-    )
+    kinds = dict(nargs="+", choices=["perplexity", "passkey"], default=[])
+    add("--evaluate", **kinds, help="at the end, by eval_perplexity.py and eval_passkey.py")
     add("--stop_at", type=positive_int, help="step after which to save and stop, as Ctrl-C would")
     common.add_device_flag(parser)
     add_flags(parser, RECIPES[preset])
@@ -89,8 +82,7 @@ def make_model(run, given, resume, device):
     saved = None
     if holds_a_run(run.folder, given, resume):  # as it was saved
         model, run.about, saved = load_checkpoint(run.folder)
-        recipe, data = open_data(resumed_recipe(run.folder, model.config, given), model.config)
-        check_same_data(run, recipe, data)
+        recipe, data = resumed(run, model.config, given)
     elif given.get("init_from"):  # with the weights of another run
         trained, about, state = load_checkpoint(given["init_from"])
         recipe, data = open_data(trained.config.continued(**given), trained.config)
@@ -110,10 +102,9 @@ def make_model(run, given, resume, device):
 
 
 def make_optimizer(model, recipe):
-    """AdamW with the paper's numbers. Each group needs initial_lr, the peak of its rate."""
-    groups = [{"params": list(model.parameters()), "initial_lr": recipe.lr}]
+    """AdamW with the paper's numbers. The loop sets the learning rate."""
     return torch.optim.AdamW(
-        groups,
+        model.parameters(),
         lr=recipe.lr,
         betas=(0.9, 0.95),
         eps=1e-8,
@@ -149,12 +140,11 @@ def accumulate_gradients(model, batch, n_micro):
     """
     loss = torch.zeros((), device=batch.device)
     for i, micro_batch in enumerate(batch.chunk(n_micro), start=1):
-        # the processes add up their gradients in the last micro-batch
-        skip_sync = i < n_micro and common.world_size() > 1
-        with model.no_sync() if skip_sync else nullcontext():
-            with common.autocast(batch.device):
-                micro_loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / n_micro
-            micro_loss.backward()
+        # of DDP: the processes add up their gradients in the last micro-batch
+        model.require_backward_grad_sync = i == n_micro
+        with common.autocast(batch.device):
+            micro_loss = model(micro_batch[:, :-1], micro_batch[:, 1:]) / n_micro
+        micro_loss.backward()
         loss += micro_loss.detach()
     for name, p in model.named_parameters():
         if p.requires_grad and p.grad is None:
@@ -219,9 +209,11 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
     with bar:
         while step < min(stop_at or n_steps, n_steps) and not stop:
             # set the learning rate of this step
+            lr = learning_rate(step, n_steps, recipe.warmup_steps, recipe.lr)
             for group in optimizer.param_groups:
-                lr = learning_rate(step, n_steps, recipe.warmup_steps, peak=group["initial_lr"])
                 group["lr"] = lr
+            # an embedding of one's own may draw numbers: a resumed run draws the same ones
+            torch.manual_seed(hash((recipe.seed, step, common.rank())))
 
             # forward and backward; while a GPU computes, the next batch is made
             loss = accumulate_gradients(model, batch, n_micro)
@@ -254,14 +246,11 @@ def train(run, raw_model, optimizer, data, step, device, stop_at=None):
                 line = {"step": step, "tokens": tokens, "loss": loss, "lr": lr}
                 line["grad_norm"] = grad_norm.item()  # before the clipping
                 line |= throughput(tokens_per_s, raw_model, device)
-                progress = f"loss {loss:.3f}"
                 if validate:
                     losses = window_loss(raw_model, val_tokens, recipe.train_len)
                     line["val_loss"] = val_loss = float(losses.mean())
-                if val_loss is not None:
-                    progress += f", val {val_loss:.3f}"
                 run.write_log(line)
-                bar.set_postfix_str(progress, refresh=False)
+                bar.set_postfix(loss=loss, val=val_loss, refresh=False)
                 last_time, last_step = time.monotonic(), step
 
             # save by steps, and by the clock where steps are slow

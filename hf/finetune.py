@@ -47,7 +47,7 @@ def check_folder(folder, flags):
     started = folder / "finetune.json"
     if not started.exists() and any(folder.iterdir()):
         raise Refused(f"--output_dir {folder} holds other files; give an empty or a new folder")
-    if started.exists() and common.read_json(started, kind=list) != flags:
+    if started.exists() and common.read_json(started) != flags:
         raise Refused(f"--output_dir {folder} holds a run of other flags, see {started}")
     common.write_json(started, flags)
 

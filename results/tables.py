@@ -113,7 +113,7 @@ def more():
 
 
 def passkeys():
-    """Of the models that have learned the task, and find 90 % at 512: near and far ones, in %."""
+    """Rows of passkeys: all, and those of models that have learned the task, with 90 % at 512."""
     rows = of_kind(rows_of(ALL), KEYS)
     at_512 = [row for row in rows if row["length"] == 512]
     learned = {(row["label"], row["seed"]) for row in at_512 if row["accuracy"] >= 0.9}
@@ -121,6 +121,7 @@ def passkeys():
 
 
 def harms():
+    """Whole passkeys near and far, of models that have learned the task."""
     rows, learned = passkeys()
     rows += [row | {"kind": "learned"} for row in learned]
     columns = []
@@ -209,9 +210,7 @@ def cause():
 
 def named():
     """All comparisons that were named beforehand."""
-    return primary_table(
-        [one for name in SEEDS for one in read_json(RESULTS / f"{name}.json", kind=list)]
-    )
+    return primary_table([one for name in SEEDS for one in read_json(RESULTS / f"{name}.json")])
 
 
 def places():
@@ -227,7 +226,7 @@ CITED = {function.__name__: function for function in (*CITED, places)}
 
 def table_of_file(name):
     """All that a json file of this folder holds."""
-    content = read_json(RESULTS / f"{name}.json", kind=dict | list)
+    content = read_json(RESULTS / f"{name}.json")
     if name in SEEDS:
         return primary_table(content)
     return tables(rows_of([name]), to=("FoPE", "RoPE"))
@@ -237,7 +236,7 @@ def all_tables():
     """Of every json file its tables, where it is from, and its checksum."""
     parts = []
     for path in sorted(RESULTS.glob("*.json")):
-        content = read_json(path, kind=dict | list)
+        content = read_json(path)
         every = content if isinstance(content, list) else [content]
         sources = Counter(f"commit {r['commit']}, {r['hardware']}" for r in every if "commit" in r)
         told = "; ".join(f"{n} of {source}" for source, n in sorted(sources.items()))

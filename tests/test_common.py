@@ -85,11 +85,11 @@ def test_json_is_read_back_as_it_was(tmp_path):
     write_json(tmp_path / "x.json", content)
     assert read_json(tmp_path / "x.json") == content
     write_json(tmp_path / "x.json", [1, 2])
-    assert read_json(tmp_path / "x.json", list) == [1, 2]
+    assert read_json(tmp_path / "x.json") == [1, 2]
 
 
 def test_damaged_json_is_refused_with_a_sentence(tmp_path):
-    for content in (b"", b'{"a": \xff}', b"[1]"):
+    for content in (b"", b'{"a": \xff}'):
         (tmp_path / "x.json").write_bytes(content)
         refuses(lambda argv: read_json(*argv), [tmp_path / "x.json"], "x.json is damaged")
     refuses(lambda argv: read_json(*argv), [tmp_path / "y.json"], "y.json: No such file")

@@ -90,9 +90,10 @@ def test_chosen_curves_and_panels_and_refusals(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"recipe": {}}))
     figure.main([str(path), str(tmp_path / "config.json"), "--only", "FoPE"])
     assert (tmp_path / "a.png").exists() and "RoPE" not in capsys.readouterr().out
-    figure.main([str(path), "--kind", "passkey", "--out", str(tmp_path / "b.png")])
+    figure.main([str(path), "--kind", "passkey", "--out", str(tmp_path / "b.pdf")])
+    assert (tmp_path / "b.pdf").read_bytes().startswith(b"%PDF")
     assert "perplexity" not in capsys.readouterr().out
     refuses(figure.main, [path, "--only", "NoPE"], "NoPE", "FoPE")
     refuses(figure.main, [path, "--kind", "keys"], "keys", "passkey")
-    for out in (tmp_path, tmp_path / "x.pdf"):
+    for out in (tmp_path, tmp_path / "x.jpg"):
         refuses(figure.main, [path, "--out", out], "--out")

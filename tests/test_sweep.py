@@ -90,15 +90,15 @@ def test_an_embedding_that_was_edited_is_another_run(data_folder, tmp_path, monk
     """And a class that is written into its file, later, changes nothing."""
     monkeypatch.syspath_prepend(tmp_path)
     mine = tmp_path / "mine_of_a_sweep.py"
-    first = "from fope import RoPE\n\n\nclass Mine(RoPE):\n    size = 1\n"
+    first = "from fope import RoPE\n\nSIZE = 1\n\n\nclass Mine(RoPE):\n    pass\n"
     mine.write_text(first)
     words = "--pos mine_of_a_sweep.Mine --lengths 1x"
     run = run_training(data_folder, tmp_path / "mine_of_a_sweep.Mine_s0", *words.split())
     eval_perplexity.main([str(run)])
-    mine.write_text(f"{first}\n\nclass Later(RoPE):\n    pass\n")
+    mine.write_text(f"import math\n{first}\n\nclass Later(RoPE):  # comes later\n    pass\n")
     (job,) = jobs(data_folder, tmp_path, words)
     assert job.folder == run and sweep.is_done(job, ["perplexity"])
-    mine.write_text(first.replace("1", "2"))
+    mine.write_text(first.replace("SIZE = 1", "SIZE = 2"))
     with pytest.raises(Refused, match=r"the code of mine_of_a_sweep\.Mine"):
         jobs(data_folder, tmp_path, words)
 

@@ -204,6 +204,23 @@ def test_an_embedding_of_ones_own_file(data_folder, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out.count("note: mine_of_a_test.Slower has changed") == 2
 
 
+class Drawn(RoPE):
+    """Randomised positions, as an embedding of one's own may have them."""
+
+    def rotate(self, q, k):
+        return super().rotate(q + 0.1 * torch.rand_like(q), k)
+
+
+def test_an_embedding_that_draws_draws_the_same_again(data_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(POSITION_EMBEDDINGS, "drawn", Drawn)
+    whole = run_training(data_folder, tmp_path / "a", "--pos=drawn", "--stop_at=3")
+    torch.rand(5)
+    half = run_training(data_folder, tmp_path / "b", "--pos=drawn", "--stop_at=2")
+    run_training(data_folder, half, "--pos=drawn", "--stop_at=3", "--resume")
+    a, b = (weights(run)["model"] for run in (whole, half))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 class Learned(RoPE):
     def __init__(self, *, loses=False, **kwargs):
         super().__init__(**kwargs)
