@@ -5,11 +5,9 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
         --pos rope --lr 1e-3 --out runs_out/in_text
     python eval_passkey.py runs_out/in_text                              # in the text of the data
     python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
-    python experiments/filler.py runs_out/in_text models/keys_rope       # far filler hidden
+    python experiments/filler.py runs_out/in_text --out runs_out         # with a mask
 
-The last one asks RoPE's or FoPE's models each trial five times, with a mask on attention. Those
-queries that are named below do not see the far filler. They see the last train_len keys, the
-passkey and the first lines of the prompt; all other queries see everything before them.
+The last one asks each trial five times. Each time other queries cannot see the far filler:
 
     none            the mask hides nothing
     all             every query
@@ -17,9 +15,9 @@ passkey and the first lines of the prompt; all other queries see everything befo
     the passkey     the sentence that has the passkey
     both            these two
 
-Each key keeps its position. RoPE is asked once more with YaRN, without its temperature, so that
-its slow pairs show angles that training had: else the mask would hide the filler and new angles at
-once.
+They see the last train_len keys, the passkey and the first lines of the prompt, all other queries
+see everything before them, and each key keeps its position. RoPE is asked once more with YaRN,
+without its temperature: it has no new angles then, so what a mask changes is due to the filler.
 """
 
 import sys

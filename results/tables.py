@@ -27,6 +27,7 @@ from common import file_sha256, one_sentence_errors, read_json, write_atomically
 from hf.places import places_table, read_places  # noqa: E402
 from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
 from rows import rows_of as rows_of_result  # noqa: E402
+from rows import table as table_of_rows  # noqa: E402
 
 TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md"]
 TEXTS += [RESULTS / f"{name}.md" for name in ("README", "APPENDIX", "TABLES")]
@@ -173,6 +174,12 @@ def headline():
     return markdown(["", *columns, "models that find 90 % at 2048"], lines)
 
 
+def first():
+    """What README's first commands print."""
+    texts = of_kind(rows_of(["models"]), "perplexity")
+    return table_of_rows(texts, "perplexity per byte", "perplexity", 1, 2)
+
+
 def counted_letters():
     """What counting with 3, 4 and 5 letters of context gives, as rows."""
     return [
@@ -220,7 +227,7 @@ def places():
     return places_table({names[file]: of_file for file, of_file in losses.items()}, length)
 
 
-CITED = (headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
+CITED = (first, headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
 CITED = {function.__name__: function for function in (*CITED, places)}
 
 
