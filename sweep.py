@@ -168,7 +168,7 @@ def is_done(job, evaluate):
 
 TRIAL_STEPS, TRIALS = 20, 2  # of a short run
 COSTS_NOTHING = {"seed", "lr", "tokens", "warmup_steps", "weight_decay", "init_std", "theta"}
-COSTS_NOTHING |= {"init_from", "read_tokens", "trials"}
+COSTS_NOTHING |= {"init_from", "eval_every", "log_every", "save_every", "read_tokens", "trials"}
 
 
 def trial_tokens(recipe):

@@ -111,6 +111,10 @@ def test_minutes_are_shared_by_training_and_reading(data_folder, tmp_path):
     for job in made:
         write_json(sweep.cost_file(job, args), {"rate": 1000, "start": 10, "perplexity": 2.0})
     assert len({sweep.cost_file(job, args) for job in made}) == 2
+    longer = jobs(
+        data_folder, tmp_path, "--pos rope fope --lengths 1x,16x --tokens 9999 --trials 9"
+    )
+    assert all(sweep.cost_file(job, args).exists() for job in longer)  # is not measured again
     flags = sweep.fit(made, args, {"trials": [["5"]]}, budget=600)
     tokens, read = (int(flags[name][0][0]) for name in ("tokens", "read_tokens"))
     assert set(flags) == {"tokens", "read_tokens"} and read == max(tokens // 40, 16386)
