@@ -5,7 +5,7 @@
 #
 #   bash runs/demo.sh            2 slow cores: 10 minutes to the first figure, 40 more to the second
 #   bash runs/demo.sh --text     the first alone
-#   bash runs/demo.sh --quick    both with next to no training: 3 minutes
+#   bash runs/demo.sh --quick    both with next to no training: 4 minutes
 #   bash runs/demo.sh --out DIR  somewhere else than runs_out/tiny
 #
 # Ctrl-C saves all that runs. Started again, it skips what is finished and continues what is not.
