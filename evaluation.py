@@ -106,6 +106,7 @@ def result_file(args, recipe, kind, corpus="", **read):
     out = args.out or Path(args.run) / f"{'_'.join(filter(None, (kind, corpus)))}.json"
     if out.exists():
         stored = common.read_json(out)
+        stored = stored if isinstance(stored, dict) else {}  # a list of results, for example
         old = stored.get("recipe", {}) | {name: stored.get(name) for name in ("kind", *read)}
         new = asdict(recipe) | {"kind": kind, **read}
         if any(old.get(name) != value for name, value in new.items() if name not in MAY_CHANGE):
