@@ -7,7 +7,7 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
     python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
     python experiments/filler.py runs_out/in_text --out runs_out         # with a mask
 
-The last one asks each trial five times. Each time other queries cannot see the far filler:
+The last one asks each trial five times. Each time a mask hides the far filler from these queries:
 
     none            the mask hides nothing
     all             every query
@@ -15,9 +15,9 @@ The last one asks each trial five times. Each time other queries cannot see the 
     the passkey     the sentence that has the passkey
     both            these two
 
-They see the last train_len keys, the passkey and the first lines of the prompt, all other queries
-see everything before them, and each key keeps its position. RoPE is asked once more with YaRN,
-without its temperature: it has no new angles then, so what a mask changes is due to the filler.
+They see the last train_len keys, the passkey and the first lines of the prompt. The rest see
+everything before them. Each key keeps its position. RoPE is asked once more with YaRN, without its
+temperature: it has no new angles then, so what a mask changes is due to the filler.
 """
 
 import sys
@@ -54,14 +54,14 @@ class PasskeyInText(PasskeyAnywhere):
         return super().document(length, rng, eot)
 
 
-def visible(length, train_len, shown, rows):
+def visible(length, train_len, always, queries):
     """
-    Which key a query attends to, (length, length) bool. The queries that are marked in `rows` see
-    the last train_len keys and those marked in `shown`, all others see every key before them.
+    Which key a query attends to, (length, length) bool. The queries that are marked in `queries`
+    see the last train_len keys and those marked in `always`, all others every key before them.
     """
     i = torch.arange(length)
     distance = i[:, None] - i
-    return (distance >= 0) & ((distance < train_len) | shown | ~rows[:, None])
+    return (distance >= 0) & ((distance < train_len) | always | ~queries[:, None])
 
 
 @torch.no_grad()
@@ -84,13 +84,14 @@ def ask(model, task, length, n_trials):
         rng = np.random.default_rng((length, number))
         tokens, n_answer, distance = task.sample(length, rng)
         end, T = length - n_answer - distance, length - 1
-        n_passkey = len(task.encode(f"\n{task.needle(rng)[0]}\n"))  # all are as long
+        n_passkey = len(task.encode(f"\n{task.needle(rng)[0]}\n"))  # every needle's length
         n_question = len(task.encode(f"\n{QUESTION}")) + n_answer
         i = torch.arange(T)
         passkey, question = (i >= end - n_passkey) & (i < end), i >= T - n_question
-        shown = passkey | (i < len(task.task))  # the first lines of the prompt, too
-        rows = (i < 0, i >= 0, question, passkey, question | passkey)  # as in HIDDEN
-        masks = [visible(T, model.config.train_len, shown, r) for r in rows]
+        always = passkey | (i < len(task.task))  # and the first lines of the prompt
+        # the queries of each mask, as in HIDDEN: none, all, ...
+        asked = (i < 0, i >= 0, question, passkey, question | passkey)
+        masks = [visible(T, model.config.train_len, always, queries) for queries in asked]
         trials.append((distance, *(answers(model, tokens, n_answer, mask) for mask in masks)))
     return np.array(trials)
 
