@@ -72,10 +72,6 @@ def styles(labels):
     return found
 
 
-def no_tex(text):
-    return text.replace("$", r"\$")
-
-
 def draw_curves(ax, rows, number, style, multiples, around):
     """A number against the length, for each label. around: "band", "dots" or ""."""
     for i, (label, models) in enumerate(grouped(rows, "label").items()):
@@ -120,7 +116,7 @@ def draw_panel(ax, rows, number, style, multiples, around):
     few, many = min(counts), max(counts)
     seeds = f"mean of {few if few == many else f'{few} to {many}'} seeds"
     seeds += {"band": ", band: 95 % interval", "dots": ", dots: each"}.get(around, "")
-    ax.set_title(f"{no_tex(title)}\n({'one seed' if many == 1 else seeds})", fontsize=10)
+    ax.set_title(f"{title}\n({'one seed' if many == 1 else seeds})", fontsize=10)
     train_lens = sorted({row["train_len"] for row in rows})
     ax.set_xscale("log", base=2)
     if multiples:
@@ -147,7 +143,7 @@ def draw(rows, number="accuracy"):
     multiples = len({frozenset(row["length"] for row in alike) for alike in of_len}) > 1
     n_columns = min(len(kinds), 2)  # more would make text too small in a README
     in_legend = 4 if len(style) == 4 else 3  # side by side
-    in_lines = [textwrap.fill(no_tex(label), 112 // in_legend) for label in style]
+    in_lines = [textwrap.fill(label, 112 // in_legend) for label in style]
     n_rows, legend_rows = -(-len(kinds) // n_columns), -(-len(style) // in_legend)
     legend_rows *= 1 + max(label.count("\n") for label in in_lines)
     fig = Figure((10.4, 4 * n_rows + 0.25 * legend_rows), layout="constrained")

@@ -76,15 +76,6 @@ def test_several_training_lengths_share_an_axis_of_multiples(draw):
     assert [line.get_xdata().tolist() for line in ax.lines[:2]] == [[128, 256], [128, 256]]
 
 
-@pytest.mark.parametrize("label", ["_mine", "$5, $6"])
-def test_a_label_is_text_in_a_figure(draw, label):
-    """Whatever it would mean to matplotlib or to TeX, which may be wrong."""
-    fig = draw(result(label=label, kind="passkey"))
-    fig.canvas.draw()
-    shown = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert shown == [label.replace("$", r"\$")]
-
-
 def test_chosen_curves_and_panels_and_refusals(tmp_path, capsys):
     path = write(tmp_path / "a.json", result(), result("fope"), result(kind="passkey"))
     (tmp_path / "config.json").write_text(json.dumps({"recipe": {}}))

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 from conftest import ROOT, refuses
 from scipy import stats
@@ -208,31 +207,11 @@ def test_near_is_as_near_as_in_training(read):
 # --- what was named beforehand, and the tables of the texts
 
 
-def test_named_comparisons_are_corrected_for_their_number(tmp_path):
-    """
-    Holm's method: the smallest of three p times 3, the next times 2, never below the last. Seed 0
-    is left out.
-    """
-    generator, comparisons, expected = np.random.default_rng(0), [], {}
-    for name in "abc":
-        fope, rope = 5 + generator.normal(size=7), 6 + generator.normal(size=7)
-        expected[name] = stats.ttest_1samp((rope - fope)[1:], 0)
-        found = [result("fope", s, v) for s, v in enumerate(fope)]
-        found += [result("rope", s, v) for s, v in enumerate(rope)]
-        write(tmp_path / f"{name}.json", *found)
-        one = {"figure": name, "kind": "perplexity", "measure": "loss", "length": 256}
-        comparisons.append(one | {"label": "RoPE", "to": "FoPE"})
-    with pytest.raises(AssertionError, match="missing"):  # one of the seeds
-        named.compare(comparisons, range(1, 8), tmp_path)
-    running, again = 0.0, named.compare(comparisons, range(1, 7), tmp_path)
-    named.correct(again)
-    for row, factor in zip(sorted(again, key=lambda row: row["p"]), (3, 2, 1), strict=True):
-        test = expected[row["figure"]]
-        assert row["p_t"] == pytest.approx(test.pvalue) and row["seeds"] == 6
-        assert row["mean"] - row["half_interval"] == pytest.approx(test.confidence_interval().low)
-        running = max(running, min(1, factor * row["p"]))
-        assert row["p_holm"] == pytest.approx(running)
-    assert "| RoPE minus FoPE | loss at 256 | " in named.primary_table(again)
+def test_named_comparisons_are_corrected_for_their_number():
+    """Holm's method: the smallest of three p times 3, the next times 2, never below the last."""
+    found = [{"p": p} for p in (0.9, 0.01, 0.012)]
+    named.correct(found)
+    assert [one["p_holm"] for one in found] == pytest.approx([0.9, 0.03, 0.03])
 
 
 def test_what_a_comparison_says_is_by_the_test_or_by_the_interval():
