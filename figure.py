@@ -53,23 +53,22 @@ SMALL = 9  # points: ten pixels, where a figure is 838 px wide, as in a README
 
 
 def method(label):
-    """A label without settings, such as lr=0.001: what has the same colour."""
-    return re.sub(r", (\w+=[^,]*|qk_norm|with temperature|newer models)| \+ QK-norm", "", label)
+    """A label without settings, such as lr=0.001 or qk_norm: what has the same colour."""
+    settings = r", (\w+(=[^,]*)?|with temperature|newer models)(?=,|$)| \+ QK-norm"
+    return re.sub(settings, "", label)
 
 
 def styles(labels):
     """{label: line style}: the colour is that of the method, the line tells its settings apart."""
     fixed = {name: {"color": colour, "marker": m} for name, (colour, m, _) in STYLES.items()}
     methods = dict.fromkeys(map(method, labels))
-    used = {fixed[name]["color"] for name in methods if name in fixed}
-    more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in used]
-    more = itertools.cycle([style | ls for ls in ({}, {"ls": ":"}, {"ls": "-."}) for style in more])
+    taken = {fixed[name]["color"] for name in methods if name in fixed}
+    more = [{"color": c, "marker": marker} for c, marker in MORE_STYLES if c not in taken]
+    more = itertools.cycle(more)
     colours = {name: fixed.get(name) or next(more) for name in methods}
-    found, lines = {}, {name: itertools.cycle(("-", "--", ":", "-.")) for name in methods}
-    for label in labels:
-        name = method(label)
-        found[label] = {"ls": next(lines[name])} | colours[name]
-    return found
+    lines = {style["color"]: itertools.cycle(("-", "--", ":", "-.")) for style in colours.values()}
+    style = {label: colours[method(label)] for label in labels}
+    return {label: line | {"ls": next(lines[line["color"]])} for label, line in style.items()}
 
 
 def draw_curves(ax, rows, number, style, multiples, around):

@@ -130,11 +130,10 @@ class Recipe(GPTConfig):
 
 
 OF_THE_DATA = ("vocab_size", "tokenizer")  # no flags: the data say them
-# weights that are trained further keep these; and these, unless they are changed
-CHANGEABLE = ("pos", "pos_args", "rope_scaling", "train_len", "data", "task", "task_share")
-OF_THE_MODEL = {f.name for f in fields(GPTConfig)} - {*CHANGEABLE, "seed"}
-FIXED = (*OF_THE_DATA, *sorted(OF_THE_MODEL - {*OF_THE_DATA}))
-KEPT = (*FIXED, *CHANGEABLE)
+# --init_from keeps these, unless others are typed; and all else that makes the model
+UNLESS_TYPED = ("pos", "pos_args", "rope_scaling", "train_len", "data", "task", "task_share")
+FIXED = {"tokenizer", *(f.name for f in fields(GPTConfig))} - {*UNLESS_TYPED, "seed"}
+KEPT = {*FIXED, *UNLESS_TYPED}
 # A resumed run may change these: they do not change its weights, but for rounding.
 MAY_CHANGE = ("data", "grad_accum", "compile", "eval_tokens", "eval_every", "log_every")
 MAY_CHANGE += ("save_every", "lengths", "read_tokens", "trials")

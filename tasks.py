@@ -108,10 +108,12 @@ TASKS = {"passkey": Passkey, "passkey_anywhere": PasskeyAnywhere}
 def task_class(name):
     """That of a name in TASKS, or of a file of one's own, as mine.MultiKey."""
     module, _, in_module = name.rpartition(".")
-    try:
-        cls = getattr(import_module(module), in_module, None) if module else TASKS.get(name)
-    except ModuleNotFoundError:
-        cls = None
+    cls, why = TASKS.get(name), ""
+    if module:
+        try:
+            cls = getattr(import_module(module), in_module, None)
+        except ModuleNotFoundError as e:
+            why = f" ({e})"
     if cls is None:
-        raise Refused(f"unknown task {name!r}; known: {', '.join(TASKS)}, or FILE.CLASS")
+        raise Refused(f"unknown task {name!r}{why}; known: {', '.join(TASKS)}, or FILE.CLASS")
     return cls

@@ -77,12 +77,12 @@ def measure(data):
 # --- the page
 
 
-def page_numbers(folder):
+def page_numbers(folder, by_label):
     """What docs/index.html draws: folder/strip.json, wrap_held.json, and two charts of results/."""
     strip, held = read_json(folder / "strip.json"), read_json(folder / "wrap_held.json")
     N = strip["train_len"]
     page = {"train_len": N, "step": STEP, "digits": DIGITS, "passages": []}
-    page["lengths"], by_label = LENGTHS, texts()
+    page["lengths"] = LENGTHS
     for row in strip["passages"]:
         losses = {name: packed(at) for name, at in row["losses"].items()}
         past = {}  # train_len: the mean loss of this passage, and of many models and texts
@@ -200,11 +200,12 @@ def main(argv=None):
     if args.data:
         passages = measure(TokenData(args.data, "val"))
         save({"train_len": 512, "passages": passages}, MECHANISM, "strip")
-    fill_page(ROOT / "docs" / "index.html", page_numbers(MECHANISM))
+    by_label = texts()
+    fill_page(ROOT / "docs" / "index.html", page_numbers(MECHANISM, by_label))
     passage = read_json(MECHANISM / "strip.json")["passages"][0]
     plt.rcParams["svg.hashsalt"] = "the same file each time"
     for dark, name in ((False, "loss.svg"), (True, "loss_dark.svg")):
-        fig = draw(texts(), passage, dark)
+        fig = draw(by_label, passage, dark)
         fig.savefig(ROOT / "docs" / name, transparent=True, metadata={"Date": None})
 
 

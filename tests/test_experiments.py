@@ -162,7 +162,7 @@ def test_the_page_holds_the_numbers_of_the_results():
     """Else run python experiments/page.py."""
     text = (ROOT / "docs" / "index.html").read_text(encoding="utf-8")
     held = re.search('id="measured">(.*?)</script>', text, re.S)[1]
-    assert json.loads(held) == page.page_numbers(page.MECHANISM)
+    assert json.loads(held) == page.page_numbers(page.MECHANISM, page.texts())
 
 
 @pytest.mark.slow

@@ -17,9 +17,11 @@ def test_every_line_of_a_figure_has_a_style_of_its_own():
     style = figure.styles(labels)
     assert len({tuple(line.items()) for line in style.values()}) == len(labels)
     assert style["RoPE, qk_norm"] == style["RoPE"] | {"ls": "--"}
+    assert figure.method("RoPE, kind=yarn, temperature") == "RoPE"
+    assert figure.method("FoPE, floor alone") == "FoPE, floor alone"
     assert figure.styles(["FoPE"])["FoPE"] == style["FoPE"]
-    many = figure.styles([f"mine {i}" for i in range(15)]).values()  # more than there are colours
-    assert len({tuple(line.items()) for line in many}) == 15
+    many = figure.styles([f"mine {i}" for i in range(20)]).values()  # more than there are colours
+    assert len({tuple(line.items()) for line in many}) == 20
 
 
 def luminance(colour):
