@@ -7,7 +7,8 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
     python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
     python experiments/filler.py runs_out/in_text --out runs_out         # with a mask
 
-The last one asks each trial five times. Each time a mask hides the far filler from these queries:
+The last one asks each trial six times. In five of them a mask hides the far filler from these
+queries:
 
     none            the mask hides nothing
     all             every query
@@ -16,8 +17,11 @@ The last one asks each trial five times. Each time a mask hides the far filler f
     both            these two
 
 They see the last train_len keys, the passkey and the first lines of the prompt. The rest see
-everything before them. Each key keeps its position. RoPE is asked once more with YaRN, without its
-temperature: it has no new angles then, so what a mask changes is due to the filler.
+everything before them. Each key keeps its position. In the sixth, "known distances", nothing is
+hidden, but all far keys show distances of training, as in wrap.py where both kinds of pairs are
+wrapped. If filler harms since it is much, a near passkey is still lost then. RoPE is asked once
+more with YaRN, without its temperature: it has no new angles then, so what a mask changes is due to
+the filler.
 """
 
 import sys
@@ -65,21 +69,25 @@ def visible(length, train_len, always, queries):
 
 
 @torch.no_grad()
-def answers(model, tokens, n_answer, mask):
-    """Whether the whole answer is right. The model's attention has this mask from now on."""
-    for block in model.blocks:
-        block.attn.pos.attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
+def answers(model, embeddings, tokens, n_answer):
+    """Whether the whole answer is right, with these position embeddings in the blocks."""
+    for block, pos in zip(model.blocks, embeddings, strict=True):
+        block.attn.pos = pos
     tokens = torch.from_numpy(tokens)[None]
     logits = model(tokens[:, :-1], positions=slice(-n_answer, None))
     return (logits.argmax(dim=-1) == tokens[:, -n_answer:]).all().item()
 
 
 HIDDEN = ("from none", "from all", "from the question", "from the passkey", "from both")
+ASKED = (*HIDDEN, "known distances")
 
 
 def ask(model, task, length, n_trials):
-    """For each trial the distance of its passkey, and whether it is found, for each of HIDDEN."""
-    trials = []
+    """For each trial the distance of its passkey, and whether it is found, for each of ASKED."""
+    from wrap import PutBack
+
+    trials, trained = [], [block.attn.pos for block in model.blocks]
+    at_known_distances = [PutBack(pos, "wrapped", ("slow", "fast")) for pos in trained]
     for number in range(n_trials):
         rng = np.random.default_rng((length, number))
         tokens, n_answer, distance = task.sample(length, rng)
@@ -89,10 +97,16 @@ def ask(model, task, length, n_trials):
         i = torch.arange(T)
         passkey, question = (i >= end - n_passkey) & (i < end), i >= T - n_question
         always = passkey | (i < len(task.task))  # and the first lines of the prompt
-        # the queries of each mask, as in HIDDEN: none, all, ...
+        # the queries of each mask, as in ASKED: none, all, ...
         asked = (i < 0, i >= 0, question, passkey, question | passkey)
         masks = [visible(T, model.config.train_len, always, queries) for queries in asked]
-        trials.append((distance, *(answers(model, tokens, n_answer, mask) for mask in masks)))
+        found = []
+        for mask in masks:
+            for pos in trained:
+                pos.attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
+            found.append(answers(model, trained, tokens, n_answer))
+        found.append(answers(model, at_known_distances, tokens, n_answer))
+        trials.append((distance, *found))
     return np.array(trials)
 
 
@@ -125,11 +139,11 @@ def main():
             near = trials[:, 0] < recipe.train_len
             found = {"run": run.name, "recipe": vars(recipe), "task": name, "yarn": yarn}
             found["length"] = args.length
-            print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler hidden from")
+            print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler hidden")
             for where, part in (("near", trials[near]), ("far", trials[~near])):
                 if len(part):
-                    found[where] = dict(zip(HIDDEN, part[:, 1:].mean(axis=0).tolist(), strict=True))
-                    shares = [f"{h[5:]} {share:.0%}" for h, share in found[where].items()]
+                    found[where] = dict(zip(ASKED, part[:, 1:].mean(axis=0).tolist(), strict=True))
+                    shares = [f"{how} {share:.0%}" for how, share in found[where].items()]
                     print(f"    {len(part)} {where} passkeys: {', '.join(shares)}")
             results.append(found)
     save({"trials": args.trials, "models": results}, args.out, "filler")

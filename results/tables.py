@@ -4,7 +4,8 @@ The tables in README.md and in the texts of this folder, from the json files bes
     python results/tables.py                 makes them anew
 
 A table stands between <!-- table NAME --> and <!-- end table -->. names.toml says which rows it
-has, if not all, and what they are called there. The numbers are those of rows.py.
+has, if not all, and what they are called there. The numbers are those of rows.py. The comparisons
+that were named beforehand are tested anew, too.
 """
 
 import math
@@ -12,212 +13,200 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
-from named import SEEDS, primary_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
+import rows  # noqa: E402
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
 from hf.places import places_table, read_places  # noqa: E402
-from rows import cell, grouped, markdown, n_models, read_rows, tables, values_at  # noqa: E402
-from rows import rows_of as rows_of_result  # noqa: E402
-from rows import table as table_of_rows  # noqa: E402
+from rows import cell, grouped, half_interval, is_text, markdown, n_models, values_at  # noqa: E402
 
 TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md"]
 TEXTS += [RESULTS / f"{name}.md" for name in ("README", "APPENDIX", "TABLES")]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
-AS_TRAINED = ["figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c"]
-ALL = [*AS_TRAINED, "untrained", "keys", "temperature"]
-KEYS = "passkey_anywhere"
+AS_TRAINED = ("figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c")
+ALL = (*AS_TRAINED, "untrained", "keys", "temperature")
+TEXT, KEYS = "perplexity", "passkey_anywhere"
 LONGER = [512, 2048, 8192]
-# kind, number, factor, digits
-NATS = ("perplexity", "loss", 1, 2)
-WHOLE = (KEYS, "accuracy", 100, 0)
+PLACES = [(8, 16), (16, 32), (32, 64), (384, 512)]  # in 512 bytes
+MORE = {"a tenth more": "figure4", "a quarter more": "figure4_quarter"}  # training
+NAMES = tomllib.loads((RESULTS / "names.toml").read_text(encoding="utf-8"))
 
-NAMES = tomllib.loads((RESULTS / "names.toml").read_text(encoding="utf-8"))  # of rows
-
-
-def rows_of(names):
-    return read_rows([RESULTS / f"{name}.json" for name in names])
+# --- the rows that the texts cite
 
 
-def mean(values, factor=1, digits=2):
-    """As rows.cell, without the interval."""
-    return f"{factor * np.mean(values):.{digits}f}" if len(values) else ""
+@cache
+def rows_of(*studies):
+    return rows.read_rows([RESULTS / f"{name}.json" for name in studies])
 
 
-def table(rows, title, columns, counts=(), names=None, cell=cell):
+def of_kind(found, kind):
+    return [row for row in found if row["kind"] == kind]
+
+
+def learned():
+    """Passkeys of models that have learned the task: they find 90 % at 512 tokens."""
+    keys = of_kind(rows_of(*ALL), KEYS)
+    at_512 = [row for row in keys if row["length"] == 512 and row["accuracy"] >= 0.9]
+    models = {(row["label"], row["seed"]) for row in at_512}
+    found = [row for row in keys if (row["label"], row["seed"]) in models]
+    return [row | {"kind": "learned", "finds": row["accuracy"] >= 0.9} for row in found]
+
+
+def texts():
     """
-    A row for each label, or for each of names, {label: its name}. columns: [(title, what, length),
-    ...]; counts: [(title, what), ...], how many models have this number. what: such as NATS.
+    Text, also by place in 512 bytes, and by counting with some letters of context. Of RoPE that
+    reads otherwise: what share of its loss at 8192, above that with a window, this takes away.
     """
-    found, lines = grouped(rows, "label"), []
-    for label, name in (names or {label: label for label in found}).items():
-        numbers, models = [], []
-        for _, (kind, number, *how), n in columns:
-            numbers.append(cell(values_at(of_kind(found[label], kind), number, n), *how))
-        for _, (kind, number, *_) in counts:
-            models.append(str(n_models(of_kind(found[label], kind), number)))
-        if any(numbers):
-            lines.append([name, *numbers, *models])
+    found = of_kind(rows_of(*ALL), TEXT)
+    for result in read_json(RESULTS / "mechanism" / "ngram.json")["results"]:
+        label = f"counting {result['recipe']['pos_args']['context']}"
+        about = {"kind": TEXT, "label": label, "seed": result["recipe"]["seed"]}
+        found += [row | about for row in rows.rows_of(result)]
+    at_8192 = {(row["label"], row["seed"]): row["loss"] for row in found if row["length"] == 8192}
+    for row in found:
+        row = row | {"removed": None}
+        for a, b in PLACES:  # at 512 it has 128 parts of 4 bytes
+            row[f"bytes {a} to {b}"] = np.mean(row["by_position"][a // 4 : b // 4])
+        if row["label"].endswith("told the length") and row["length"] == 8192:
+            most, least = (at_8192[la, row["seed"]] for la in ("RoPE", "RoPE, window of 512"))
+            row["removed"] = (most - row["loss"]) / (most - least)
+        yield row
+
+
+def trained_further():
+    for kind, study in MORE.items():
+        yield from (row | {"kind": kind} for row in rows_of(study) + rows_of("untrained"))
+
+
+def masks():
+    """Passkeys with the far filler hidden by a mask "from the question", ..."""
+    for model in read_json(RESULTS / "mechanism" / "filler.json")["models"]:
+        name = rows.NAMES[model["recipe"]["pos"]] + " with YaRN" * model["yarn"]
+        about = {"kind": "masked", "seed": model["run"], "length": 2048}
+        for where in ("near", "far") if model["task"] == KEYS else ():
+            yield about | {"label": f"{name}, {where}"} | model[where]
+
+
+@cache
+def every_row():
+    """{label: all rows that a table below may need}"""
+    found = [*texts(), *of_kind(rows_of(*ALL), KEYS), *learned(), *trained_further(), *masks()]
+    found += [row for row in rows_of("gpu_60M") if is_text(row)]
+    return grouped(found, "label")
+
+
+# --- the tables that the texts cite
+
+
+def table(title, columns, counts=(), names=None, ends=True):
+    """
+    A row for each label, or for each of names, {what it is called: its label, or several}.
+    columns: (title, length, kind, number[, factor, digits]). counts: (title, kind, number), how
+    many models have it. ends: whether a mean has its interval.
+    """
+    lines, found = [], every_row()
+    for called, labels in (names or {label: label for label in found}).items():
+        kinds = {}  # of several labels the last one that has a kind counts
+        for label in [labels] if isinstance(labels, str) else labels:
+            kinds |= grouped(found[label], "kind")
+        cells = []
+        for _, length, kind, number, *how in columns:
+            values = values_at(kinds.get(kind, []), number, length)
+            text = cell(values, *how)
+            if number == "finds":
+                text = f"{sum(values)} of {len(values)}" if values else ""
+            cells.append(text if ends else text.partition(" ± ")[0])
+        models = [str(n_models(kinds.get(kind, []), number)) for _, kind, number in counts]
+        if any(cells):
+            lines.append([called, *cells, *models])
     return markdown([title, *(column[0] for column in (*columns, *counts))], lines)
 
 
-def of_kind(rows, kind):
-    return [row for row in rows if row["kind"] == kind]
-
-
-def at(what, titles, lengths):
+def at(lengths, title, *what):
     """Columns of one number at several lengths."""
-    return [(title, what, n) for title, n in zip(titles, lengths, strict=True)]
-
-
-def summary():
-    """Text and passkeys of models trained on as many tokens, and read as they were trained."""
-    columns = at(NATS, [f"nats per byte, {n}" for n in LONGER], LONGER)
-    columns += at(WHOLE, [f"% of whole passkeys, {n}" for n in LONGER], LONGER)
-    counts = [("models for text", NATS), ("for passkeys", WHOLE)]
-    return table(rows_of(AS_TRAINED), "embedding", columns, counts)
-
-
-def untrained():
-    """
-    Models that are read otherwise than they were trained; and what share of RoPE's loss at 8192,
-    above that with a window of 512, this takes away.
-    """
-    rows = of_kind(rows_of(ALL), "perplexity")
-    at_8192 = {(row["label"], row["seed"]): row["loss"] for row in rows if row["length"] == 8192}
-    for row in rows:
-        row["removed"] = None
-        if row["label"].endswith("told the length") and row["length"] == 8192:
-            worst, best = (at_8192[la, row["seed"]] for la in ("RoPE", "RoPE, window of 512"))
-            row["removed"] = (worst - row["loss"]) / (worst - best)
-    lengths = [512, 1024, 2048, 4096, 8192]
-    columns = at(NATS, [f"{n} ({n // 512}x)" for n in lengths], lengths)
-    columns.append(("damage removed at 8192, %", ("perplexity", "removed", 100, 0), 8192))
-    return table(rows, "nats per byte", columns, [("models", NATS)], NAMES["untrained"])
-
-
-def more():
-    """The loss at 8192 after a tenth and after a quarter of the training, and without it."""
-    columns, rows, none = [], [], rows_of(["untrained"])
-    for share, study in (("a tenth more", "figure4"), ("a quarter more", "figure4_quarter")):
-        rows += [row | {"kind": share} for row in rows_of([study]) + none]
-        columns.append((share, (share, *NATS[1:]), 8192))
-    return table(rows, "nats per byte at 8192", columns, names=NAMES["more"])
-
-
-def passkeys():
-    """Rows of passkeys: all, and those of models that have learned the task, with 90 % at 512."""
-    rows = of_kind(rows_of(ALL), KEYS)
-    at_512 = [row for row in rows if row["length"] == 512]
-    learned = {(row["label"], row["seed"]) for row in at_512 if row["accuracy"] >= 0.9}
-    return rows, [row for row in rows if (row["label"], row["seed"]) in learned]
-
-
-def harms():
-    """Whole passkeys near and far, of models that have learned the task."""
-    rows, learned = passkeys()
-    rows += [row | {"kind": "learned"} for row in learned]
-    columns = []
-    for n in (2048, 8192):
-        columns.append((f"near at {n}, %", ("learned", "near", 100, 0), n))
-        columns.append(("far, %", ("learned", "far", 100, 0), n))
-    counts = [("have learned the task", ("learned", "near")), ("of", WHOLE)]
-    return table(rows, "whole passkeys", columns, counts, NAMES["harms"], mean)
-
-
-MASKS = {
-    "from none": "as it is",
-    "from the question": "hidden from the question",
-    "from the passkey": "from the passkey",
-    "from both": "from both",
-}
-
-
-def masked():
-    """Whole passkeys at 2048, with the far filler hidden by a mask: means over the models."""
-    every = read_json(RESULTS / "mechanism" / "filler.json")["models"]
-    every = [model for model in every if model["task"] == KEYS]
-    kinds = {"RoPE": ("rope", False), "RoPE with YaRN": ("rope", True), "FoPE": ("fope", False)}
-    lines = []
-    for name, kind in kinds.items():
-        models = [m for m in every if (m["recipe"]["pos"], m["yarn"]) == kind]
-        for where in ("near", "far"):
-            found = [[m[where][hidden] for m in models] for hidden in MASKS]
-            shares = [f"{100 * np.mean(of_models):.0f}" for of_models in found]
-            lines.append([f"{name}, {where}", *shares, str(len(models))])
-    return markdown(["whole passkeys at 2048, %", *MASKS.values(), "models"], lines)
-
-
-def headline():
-    """Perplexities of text, and whole passkeys at 2048 by models that have learned the task."""
-    texts = of_kind(rows_of(ALL), "perplexity") + counted_letters()
-    (_, learned), lines = passkeys(), []
-    for name, labels in NAMES["headline"].items():
-        text, keys = (
-            [row for row in rows if row["label"] == label]
-            for rows, label in zip((texts, learned), labels, strict=True)
-        )
-        cells = [mean(values_at(text, "perplexity", n), 1, 1) for n in (512, 8192)]
-        cells += [mean(values_at(keys, number, 2048), 100, 0) for number in ("near", "far")]
-        found = values_at(keys, "accuracy", 2048)
-        cells.append(f"{sum(share >= 0.9 for share in found)} of {len(found)}" if found else "")
-        lines.append([name, *cells])
-    columns = ["perplexity at 512", "at 8192", "near passkeys at 2048, %", "far ones, %"]
-    return markdown(["", *columns, "models that find 90 % at 2048"], lines)
+    return [(title.format(n, n // 512), n, *what) for n in lengths]
 
 
 def first():
     """What README's first commands print."""
-    texts = of_kind(rows_of(["models"]), "perplexity")
-    return table_of_rows(texts, "perplexity per byte", "perplexity", 1, 2)
+    return rows.table(of_kind(rows_of("models"), TEXT), "perplexity per byte", "perplexity", 1, 2)
 
 
-def counted_letters():
-    """What counting with 3, 4 and 5 letters of context gives, as rows."""
-    return [
-        row
-        | {"kind": "perplexity", "label": f"counting {r['recipe']['pos_args']['context']}"}
-        | {"seed": r["recipe"]["seed"]}
-        for r in read_json(RESULTS / "mechanism" / "ngram.json")["results"]
-        for row in rows_of_result(r)
-    ]
+def headline():
+    columns = at([512], "perplexity at {}", TEXT, "perplexity", 1, 1)
+    columns += at([8192], "at {}", TEXT, "perplexity", 1, 1)
+    columns += at([2048], "near passkeys at {}, %", "learned", "near", 100, 0)
+    columns += at([2048], "far ones, %", "learned", "far", 100, 0)
+    columns += at([2048], "models that find 90 % at {}", "learned", "finds")
+    return table("", columns, names=NAMES["headline"], ends=False)
+
+
+def summary():
+    columns = at(LONGER, "nats per byte, {}", TEXT, "loss")
+    columns += at(LONGER, "% of whole passkeys, {}", KEYS, "accuracy", 100, 0)
+    counts = [("models for text", TEXT, "loss"), ("for passkeys", KEYS, "accuracy")]
+    return table(
+        "embedding", columns, counts, {row["label"]: row["label"] for row in rows_of(*AS_TRAINED)}
+    )
 
 
 def ngram():
-    """The loss of models of text, also by place in 512 bytes, and what counting letters gives."""
-    rows = of_kind(rows_of(AS_TRAINED), "perplexity") + counted_letters()
-    columns = at(NATS, ["at 512", "at 8192"], [512, 8192])
-    for a, b in ((8, 16), (16, 32), (32, 64), (384, 512)):
-        name = f"bytes {a} to {b}"
-        for row in rows:
-            row[name] = np.mean(row["by_position"][a // 4 : b // 4])  # at 512: 128 parts of 4 bytes
-        columns.append((name, ("perplexity", name, 1, 2), 512))
-    return table(rows, "nats per byte", columns, [("models", NATS)], NAMES["ngram"], mean)
+    columns = at([512, 8192], "at {}", TEXT, "loss")
+    for a, b in PLACES:
+        columns += at([512], f"bytes {a} to {b}", TEXT, f"bytes {a} to {b}")
+    return table(
+        "nats per byte", columns, [("models", TEXT, "loss")], names=NAMES["ngram"], ends=False
+    )
+
+
+def untrained():
+    columns = at([512, 1024, 2048, 4096, 8192], "{} ({}x)", TEXT, "loss")
+    columns += at([8192], "damage removed at {}, %", TEXT, "removed", 100, 0)
+    return table("nats per byte", columns, [("models", TEXT, "loss")], names=NAMES["untrained"])
+
+
+def more():
+    return table(
+        "nats per byte at 8192", [(kind, 8192, kind, "loss") for kind in MORE], names=NAMES["more"]
+    )
+
+
+def harms():
+    columns = []
+    for n in (2048, 8192):
+        columns += at([n], "near at {}, %", "learned", "near", 100, 0)
+        columns += at([n], "far, %", "learned", "far", 100, 0)
+    counts = [("have learned the task", "learned", "near"), ("of", KEYS, "accuracy")]
+    return table("whole passkeys", columns, counts, names=NAMES["harms"], ends=False)
+
+
+def masked():
+    hidden = {"as it is": "none", "hidden from the question": "the question"}
+    hidden |= {"from the passkey": "the passkey", "from both": "both"}
+    columns = [(name, 2048, "masked", f"from {x}", 100, 0) for name, x in hidden.items()]
+    counts = [("models", "masked", "from none")]
+    return table("whole passkeys at 2048, %", columns, counts, ends=False)
 
 
 def sizes():
     columns = []
-    for title, corpus in (("nats per byte of books", "books"), ("of C4", "c4")):
-        what = (f"perplexity on {corpus}", "bits_per_byte", math.log(2), 2)
-        columns += at(what, [f"{title}, {n}" for n in LONGER], LONGER)
-    return table(rows_of(["gpu_60M"]), "60M", columns)
+    for title, corpus in (("nats per byte of books, {}", "books"), ("of C4, {}", "c4")):
+        columns += at(LONGER, title, f"perplexity on {corpus}", "bits_per_byte", math.log(2), 2)
+    return table("60M", columns)
 
 
 def cause():
     return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
-
-
-def named():
-    """All comparisons that were named beforehand."""
-    return primary_table([one for name in SEEDS for one in read_json(RESULTS / f"{name}.json")])
 
 
 def places():
@@ -227,16 +216,72 @@ def places():
     return places_table({names[file]: of_file for file, of_file in losses.items()}, length)
 
 
+# --- what was named before the models were read past the training length
+
+# The files of comparisons that were named together, and their seeds. STUDIES.md says more.
+SEEDS = {"primary": range(1, 11), "primary_enough": range(3, 11), "primary_untrained": range(3, 11)}
+# some models of a comparison are in other files
+BESIDE = {"enough": ("figure1", "parts"), "untrained": ("figure1",), "keys": ("enough",)}
+
+
+def compare(name):
+    """Test the comparisons of a file. p is that of the sign flips of the paired differences."""
+    for one in read_json(RESULTS / f"{name}.json"):
+        found = rows_of(one["figure"], *BESIDE.get(one["figure"], ()))
+        found = [row for row in of_kind(found, one["kind"]) if row["seed"] in SEEDS[name]]
+        less = rows.minus(found, one["to"], one["measure"])
+        less = [r for r in less if (r["label"], r["length"]) == (one["label"], one["length"])]
+        values = np.array([row[one["measure"]] for row in less])
+        assert len(values) == len(SEEDS[name]), f"seeds of {one} are missing"
+        flips = stats.permutation_test((values,), np.mean, permutation_type="samples")
+        numbers = {"mean": float(values.mean()), "half_interval": float(half_interval(values))}
+        yield one | numbers | {"p": float(flips.pvalue)}
+
+
+def correct(found):
+    """Holm's correction of the p of all comparisons, which are one family: adds p_holm."""
+    worst = 0.0
+    for rank, one in enumerate(sorted(found, key=lambda one: one["p"])):
+        worst = max(worst, min(1.0, (len(found) - rank) * one["p"]))
+        one["p_holm"] = worst
+
+
+def primary_table(found):
+    """Comparisons, and what they say: by the test, or by the interval alone."""
+    measures = {"loss": ("loss", 1, 3), "accuracy": ("whole passkeys, %", 100, 0)}
+    measures["token_accuracy"] = ("digits, %", 100, 0)
+    lines = []
+    for one in found:
+        name, factor, digits = measures[one["measure"]]
+        mean, half = (f"{factor * one[key]:+.{digits}f}" for key in ("mean", "half_interval"))
+        so = "unclear"
+        if abs(one["mean"]) > one["half_interval"]:
+            so = "clear" if one["p_holm"] < 0.05 else "clear by the interval alone"
+        elif one["measure"] == "loss" and abs(one["mean"]) + one["half_interval"] < 0.1:
+            so = "level"
+        compared = [f"{one['label']} minus {one['to']}", f"{name} at {one['length']}"]
+        numbers = [f"{mean} ± {half[1:]}", str(one["seeds"]), f"{one['p_holm']:.2g}"]
+        lines.append([*compared, *numbers, so])
+    return markdown(["compared", "in", "difference", "models", "p (Holm)", "it is"], lines)
+
+
+def named():
+    found = [one for name in SEEDS for one in compare(name)]
+    correct(found)
+    return primary_table(found)
+
+
+# --- all tables
+
 CITED = (first, headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
 CITED = {function.__name__: function for function in (*CITED, places)}
 
 
 def table_of_file(name):
     """All that a json file of this folder holds."""
-    content = read_json(RESULTS / f"{name}.json")
     if name in SEEDS:
-        return primary_table(content)
-    return tables(rows_of([name]), to=("FoPE", "RoPE"))
+        return primary_table(read_json(RESULTS / f"{name}.json"))
+    return rows.tables(rows_of(name), to=("FoPE", "RoPE"))
 
 
 def all_tables():
