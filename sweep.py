@@ -31,10 +31,12 @@ from functools import partial
 from pathlib import Path
 
 import common
+import figure
 import train
 from checkpoint import load_checkpoint, open_data, own_code
 from common import ROOT, Refused, make_folder, positive_int, read_json, write_json
 from recipe import MAY_CHANGE, RECIPES, Recipe, parse_lengths
+from rows import read_rows, tables
 
 # --- the grid
 
@@ -87,8 +89,7 @@ def jobs_of(grid, out):
     for name in {*MAY_CHANGE} - {"data"} & grid.keys():
         if len(grid[name]) > 1:
             raise Refused(f"--{name} can have one value: another one makes no other model")
-    runs = [path.parent for path in sorted(out.glob("*/config.json"))]
-    configs = {folder: read_json(folder / "config.json") for folder in runs}
+    configs = {path.parent: read_json(path) for path in sorted(out.glob("*/config.json"))}
     stored = {folder: identity(c, c["data_sha256"]) for folder, c in configs.items()}
     for (seed,), (pos,) in itertools.product(grid["seed"], grid["pos"]):
         embedding, *own = pos.split(":")
@@ -292,12 +293,12 @@ def run_all(commands, args):
     logs, environment = make_folder(args.out / "logs"), dict(os.environ)
     if args.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(max(1, n_cores() // args.at_once))
-    left, running, began, failed, told = list(commands), {}, {}, [], []
-    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    stops = {s for s in stops if signal.getsignal(s) is not signal.SIG_IGN}  # nohup ignores one
-    before = {s: signal.signal(s, lambda *_: told.append(True)) for s in stops}
+    for s in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(s) is not signal.SIG_IGN:  # nohup ignores one
+            signal.signal(s, signal.default_int_handler)  # as Ctrl-C
+    left, running, began, failed = list(commands), {}, {}, []
     try:
-        while (left or running) and not told:
+        while left or running:
             while left and len(running) < args.at_once:
                 name = left.pop(0)
                 began[name] = time.time()
@@ -315,10 +316,6 @@ def run_all(commands, args):
             process.terminate()  # train.py finishes its step and saves
         for process in running.values():
             process.wait()
-        for s, handler in before.items():
-            signal.signal(s, handler)
-    if told:
-        raise KeyboardInterrupt
     if failed:
         raise Refused(f"{len(failed)} of {len(commands)} failed; their logs are in {logs}")
     return began
@@ -370,11 +367,6 @@ def main(argv=None):
             print(shlex.join(["python", *train_command(job.words, job.folder, args)]))
         return
     run_all({j.folder.name: train_command(j.words, j.folder, args) for j in left}, args)
-
-    # imported when it is needed: it takes a second
-    import figure
-    from rows import read_rows, tables
-
     files = [path for job in jobs for path in result_files(job.folder, job.recipe, args.evaluate)]
     rows = read_rows(files)
     print(tables(rows))

@@ -4,11 +4,9 @@
 #
 #   bash runs/gpu.sh                        20M, 0.4B tokens of Project Gutenberg's books for each
 #   bash runs/gpu.sh --size 60M --data c4   the paper's 60M; or --data a folder of text or of shards
-#   bash runs/gpu.sh --data books --unwrap  text whose paragraphs are broken into lines
 #   bash runs/gpu.sh --minutes 60           as many tokens as let all of this end in that time;
 #                                           more than 0.4B are several passes over the data
 #   bash runs/gpu.sh --seed 0-2             three models of each kind
-#   bash runs/gpu.sh --task_share 0.1       a tenth of what they learn is passkeys; the paper: none
 #   bash runs/gpu.sh --device cpu           the same for tiny models: no GPU is needed to try it
 #   NO_INSTALL=1 bash runs/gpu.sh ...       with the packages that are there, without a network;
 #                                           GPT-2's vocabulary: .venv/gpt2 of a machine that had one
@@ -16,13 +14,11 @@
 # A step has 128 sequences, an eighth of the paper's, since tokens are few. Ctrl-C saves; started
 # again, it skips what is finished and continues what is not.
 set -euo pipefail
-size=20M data=gutenberg device=cuda minutes="" task_share=0 unwrap="" seed=0
+size=20M data=gutenberg device=cuda minutes="" seed=0
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0" && exit ;;
-        --size | --data | --device | --minutes | --task_share | --seed)
-            declare "${1#--}=${2:?}" && shift ;;
-        --unwrap) unwrap=--unwrap ;;
+        --size | --data | --device | --minutes | --seed) declare "${1#--}=${2:?}" && shift ;;
         *) echo "error: there is no $1; see bash runs/gpu.sh --help" >&2 && exit 1 ;;
     esac
     shift
@@ -46,17 +42,15 @@ headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
 if ! { command -v cc && command -v "${CXX:-g++}" && ls "$headers/Python.h"; } > /dev/null; then
     how=${how/--compile/--no-compile}
 fi
-if [ "$task_share" != 0 ]; then how="$how --task passkey --task_share $task_share"; fi
 
 # The data: from the hub, or a local folder of text, or one that prepare_data.py has written.
-out=runs_out/${size}_${where}_${data//\//_}_$task_share shards=$data
+out=runs_out/${size}_${where}_${data//\//_} shards=$data
 if [ ! -e "$data/meta.json" ]; then
     shards=$out/data
-    case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more=$unwrap ;; esac
+    case $data in gutenberg) more="--unwrap --shards 2" ;; c4) more="--shards 0-3" ;; *) more="" ;; esac
     run prepare_data.py --source "$data" $more --tokenizer $tokenizer \
         --max_tokens 420000000 --out "$shards"
 fi
-echo "== trained on text, of the sequences $task_share are passkeys (in the paper none)"
 if [ -n "$minutes" ]; then
     how="${how/--tokens 400000000/} --minutes $(awk "BEGIN {print $minutes - $SECONDS / 60}")"
 fi

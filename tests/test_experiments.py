@@ -142,9 +142,8 @@ def test_a_mask_leaves_the_last_keys_and_what_is_shown():
 
 def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
     data = TokenData(data_folder, "train")
-    tokens, n, _ = PasskeyAnywhere(data.tokenizer().encode_ordinary).sample(
-        256, np.random.default_rng(0)
-    )
+    task = PasskeyAnywhere(data.tokenizer().encode_ordinary)
+    tokens, *_ = task.sample(256, np.random.default_rng(0))
     shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256)
     torch.manual_seed(0)
     model = GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()

@@ -12,7 +12,6 @@ from common import Refused
 from rows import cell, grouped, minus, read_rows, values_at
 
 sys.path.insert(0, str(ROOT / "results"))
-import named
 import tables
 
 
@@ -210,7 +209,7 @@ def test_near_is_as_near_as_in_training(read):
 def test_named_comparisons_are_corrected_for_their_number():
     """Holm's method: the smallest of three p times 3, the next times 2, never below the last."""
     found = [{"p": p} for p in (0.9, 0.01, 0.012)]
-    named.correct(found)
+    tables.correct(found)
     assert [one["p_holm"] for one in found] == pytest.approx([0.9, 0.03, 0.03])
 
 
@@ -224,20 +223,17 @@ def test_what_a_comparison_says_is_by_the_test_or_by_the_interval():
         ("accuracy", 0.02, 0.07, 1, "unclear"),
     ):
         numbers = {"mean": mean, "half_interval": half_interval, "p_holm": p_holm}
-        table = named.primary_table([about | numbers | {"measure": measure}])
+        table = tables.primary_table([about | numbers | {"measure": measure}])
         assert table.endswith(f"| {expected} |")
 
 
 def test_the_committed_comparisons_are_those_of_the_committed_results():
-    paths = {ROOT / "results" / f"{name}.json": seeds for name, seeds in named.SEEDS.items()}
-    committed = {path: json.loads(path.read_text()) for path in paths}
-    again = {path: named.compare(committed[path], seeds) for path, seeds in paths.items()}
-    named.correct([one for group in again.values() for one in group])
-    for path, group in again.items():
-        for row, new in zip(committed[path], group, strict=True):
-            assert row == {
-                k: pytest.approx(v) if isinstance(v, float) else v for k, v in new.items()
-            }
+    paths = [ROOT / "results" / f"{name}.json" for name in tables.SEEDS]
+    committed = [one for path in paths for one in json.loads(path.read_text())]
+    again = [one for name in tables.SEEDS for one in tables.compare(name)]
+    tables.correct(again)
+    for row, new in zip(committed, again, strict=True):
+        assert new == {k: pytest.approx(v) if isinstance(v, float) else v for k, v in row.items()}
 
 
 @pytest.mark.parametrize("text", tables.TEXTS, ids=lambda path: path.name)

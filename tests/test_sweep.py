@@ -224,15 +224,15 @@ def test_the_commands_of_gpu_sh(project):
     ended, (prepare, run) = gpu_sh(project, "--seed", "0-2")
     assert ended.returncode == 0, ended.stderr
     assert prepare.startswith("prepare_data.py --source gutenberg --unwrap --shards 2 --tokenizer")
-    out = "runs_out/20M_gpu_gutenberg_0"
+    out = "runs_out/20M_gpu_gutenberg"
     words = "sweep.py --preset 20M --pos rope fope alibi nope --seed 0-2 --device cuda --data"
     assert run.startswith(f"{words} {out}/data ") and "--tokens 400000000 --batch_size 128" in run
     (project / "calls").unlink()
     (project / "mine").mkdir()
     (project / "mine/meta.json").touch()
-    flags = ["--device", "cpu", "--data", "mine", "--task_share", "0.25", "--minutes", "8"]
+    flags = ["--device", "cpu", "--data", "mine", "--minutes", "8"]
     ended, (run,) = gpu_sh(project, *flags, gpu=False)
-    assert f"--data {project}/mine --task passkey --task_share 0.25 --minutes " in run
+    assert f"--data {project}/mine --minutes " in run
     assert 0 < float(run.split("--minutes ")[1].split()[0]) <= 8  # the preparation counts
     assert "--tokens" not in run and "--compile" not in run
 
