@@ -110,6 +110,21 @@ def ask(model, task, length, n_trials):
     return np.array(trials)
 
 
+def filler_table(models, columns):
+    """Markdown: what the models of a filler.json find on average. columns: {one of ASKED: title}"""
+    from rows import NAMES, markdown
+
+    groups = {}
+    for model in models:
+        name = NAMES[model["recipe"]["pos"]] + " with YaRN" * model["yarn"]
+        groups.setdefault(name, []).append(model)
+    lines = []
+    for name, where in product(groups, ("near", "far")):
+        shares = [100 * np.mean([model[where][how] for model in groups[name]]) for how in columns]
+        lines.append([f"{name}, {where}", *map("{:.0f}".format, shares), str(len(groups[name]))])
+    return markdown(["whole passkeys at 2048, %", *columns.values(), "models"], lines)
+
+
 def main():
     # here, since train.py imports this file for its class
     from shared import Parser, save

@@ -23,6 +23,7 @@ RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
+from filler import filler_table  # noqa: E402
 from wrap import cause_table  # noqa: E402
 
 import rows  # noqa: E402
@@ -88,19 +89,10 @@ def trained_further():
         yield from (row | {"kind": kind} for row in rows_of(study) + rows_of("untrained"))
 
 
-def masks():
-    """Passkeys with the far filler hidden by a mask "from the question", ..."""
-    for model in read_json(RESULTS / "mechanism" / "filler.json")["models"]:
-        name = rows.NAMES[model["recipe"]["pos"]] + " with YaRN" * model["yarn"]
-        about = {"kind": "masked", "seed": model["run"], "length": 2048}
-        for where in ("near", "far") if model["task"] == KEYS else ():
-            yield about | {"label": f"{name}, {where}"} | model[where]
-
-
 @cache
 def every_row():
     """{label: all rows that a table below may need}"""
-    found = [*texts(), *of_kind(rows_of(*ALL), KEYS), *learned(), *trained_further(), *masks()]
+    found = [*texts(), *of_kind(rows_of(*ALL), KEYS), *learned(), *trained_further()]
     found += [row for row in rows_of("gpu_60M") if is_text(row)]
     return grouped(found, "label")
 
@@ -182,20 +174,26 @@ def more():
 
 
 def harms():
-    columns = []
-    for n in (2048, 8192):
-        columns += at([n], "near at {}, %", "learned", "near", 100, 0)
-        columns += at([n], "far, %", "learned", "far", 100, 0)
+    columns = at([2048], "near at {}, %", "learned", "near", 100, 0)
+    columns += at([2048], "far at {}, %", "learned", "far", 100, 0)
+    columns += at([8192], "all at {}, %", "learned", "accuracy", 100, 0)
     counts = [("have learned the task", "learned", "near"), ("of", KEYS, "accuracy")]
     return table("whole passkeys", columns, counts, names=NAMES["harms"], ends=False)
 
 
+def of_filler(columns):
+    models = read_json(RESULTS / "mechanism" / "filler.json")["models"]
+    return filler_table([model for model in models if model["task"] == KEYS], columns)
+
+
 def masked():
-    hidden = {"as it is": "none", "hidden from the question": "the question"}
-    hidden |= {"from the passkey": "the passkey", "from both": "both"}
-    columns = [(name, 2048, "masked", f"from {x}", 100, 0) for name, x in hidden.items()]
-    counts = [("models", "masked", "from none")]
-    return table("whole passkeys at 2048, %", columns, counts, ends=False)
+    columns = {"from none": "as it is", "known distances": "far tokens at known distances"}
+    return of_filler(columns | {"from both": "far filler hidden"})
+
+
+def steps():
+    columns = {f"from {what}": f"hidden from {what}" for what in ("the question", "the passkey")}
+    return of_filler({"from none": "as it is"} | columns | {"from both": "hidden from both"})
 
 
 def sizes():
@@ -273,8 +271,8 @@ def named():
 
 # --- all tables
 
-CITED = (first, headline, summary, ngram, harms, masked, untrained, more, sizes, cause, named)
-CITED = {function.__name__: function for function in (*CITED, places)}
+CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes, cause)
+CITED = {function.__name__: function for function in (*CITED, places, named)}
 
 
 def table_of_file(name):

@@ -140,20 +140,43 @@ def test_a_mask_leaves_the_last_keys_and_what_is_shown():
     assert filler.visible(5, 2, shown, torch.arange(5) == 4).int().tolist() == rows
 
 
+def tiny_model(data, pos):
+    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256, pos=pos)
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
+
+
 def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
     data = TokenData(data_folder, "train")
     task = PasskeyAnywhere(data.tokenizer().encode_ordinary)
-    tokens, *_ = task.sample(256, np.random.default_rng(0))
-    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
-    logits = [model(torch.from_numpy(tokens)[None, :-1])]
+    tokens = torch.from_numpy(task.sample(256, np.random.default_rng(0))[0])[None, :-1]
+    model = tiny_model(data, "rope")
+    logits = [model(tokens)]
     for window in (256, 8):
         mask = filler.visible(255, window, torch.zeros(255).bool(), torch.ones(255).bool())
         model.blocks[0].attn.pos.attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
-        logits.append(model(torch.from_numpy(tokens)[None, :-1]))
+        logits.append(model(tokens))
     torch.testing.assert_close(logits[0], logits[1])
     assert not torch.allclose(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("pos", ["rope", "fope"])
+def test_what_has_no_far_token_is_asked_the_same_six_times(data_folder, monkeypatch, pos):
+    data = TokenData(data_folder, "train")
+    task, seen = PasskeyAnywhere(data.tokenizer().encode_ordinary), []
+
+    @torch.no_grad()
+    def answers(model, embeddings, tokens, n_answer):
+        model.blocks[0].attn.pos = embeddings[0]
+        seen.append(model(torch.from_numpy(tokens)[None, :-1])[0, -n_answer:])
+        return True
+
+    monkeypatch.setattr(filler, "answers", answers)
+    for length in (256, 600):
+        filler.ask(tiny_model(data, pos), task, length, 1)
+    for logits in seen[1:6]:
+        torch.testing.assert_close(logits, seen[0])
+    assert not torch.allclose(seen[11], seen[6])  # known distances, and none hidden
 
 
 # --- the page, and README's picture
