@@ -7,7 +7,7 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
     python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
     python experiments/filler.py runs_out/in_text --out runs_out         # with a mask
 
-The last one asks each trial six times. In five of them a mask hides the far filler from these
+The last one asks each trial nine times. In five of them a mask hides the far filler from these
 queries:
 
     none            the mask hides nothing
@@ -17,11 +17,11 @@ queries:
     both            these two
 
 They see the last train_len keys, the passkey and the first lines of the prompt. The rest see
-everything before them. Each key keeps its position. In the sixth, "known distances", nothing is
-hidden, but all far keys show distances of training, as in wrap.py where both kinds of pairs are
-wrapped. If filler harms since it is much, a near passkey is still lost then. RoPE is asked once
-more with YaRN, without its temperature: it has no new angles then, so what a mask changes is due to
-the filler.
+everything before them. Each key keeps its position. In three more, such as "every 8th", the last
+mask lets every 8th far key through: is it the number of far keys that harms? In "known distances"
+nothing is hidden, but all far keys show distances of training, as in wrap.py where both kinds of
+pairs are wrapped: is it their distance? RoPE is asked once more with YaRN, without its temperature:
+it has no new angles then, so what a mask changes is due to the filler.
 """
 
 import sys
@@ -79,7 +79,8 @@ def answers(model, embeddings, tokens, n_answer):
 
 
 HIDDEN = ("from none", "from all", "from the question", "from the passkey", "from both")
-ASKED = (*HIDDEN, "known distances")
+THINNED = {"every 2nd": 2, "every 4th": 4, "every 8th": 8}
+ASKED = (*HIDDEN, *THINNED, "known distances")
 
 
 def ask(model, task, length, n_trials):
@@ -100,6 +101,9 @@ def ask(model, task, length, n_trials):
         # the queries of each mask, as in ASKED: none, all, ...
         asked = (i < 0, i >= 0, question, passkey, question | passkey)
         masks = [visible(T, model.config.train_len, always, queries) for queries in asked]
+        for step in THINNED.values():
+            some = always | (i % step == 0)
+            masks.append(visible(T, model.config.train_len, some, question | passkey))
         found = []
         for mask in masks:
             for pos in trained:
