@@ -187,8 +187,9 @@ def of_filler(columns):
 
 
 def masked():
-    columns = {"from none": "as it is", "known distances": "far tokens at known distances"}
-    return of_filler(columns | {"from both": "far filler hidden"})
+    columns = {"from none": "far filler: all", "known distances": "all, at known distances"}
+    columns |= {f"every {n}": f"every {n} token" for n in ("2nd", "8th")}
+    return of_filler(columns | {"from both": "none"})
 
 
 def steps():
