@@ -120,6 +120,18 @@ def test_the_models_of_the_repository_have_learned_their_tasks(pos):
 # --- links, commands
 
 
+def test_the_classes_of_the_readme_work():
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", read(README), re.S):
+        exec(block, names)
+    freqs = names["Mine"](head_dim=16, n_head=2, train_len=64).freqs
+    assert freqs[3] > 0 and not freqs[4:].any()
+    needles, question, answer = names["MultiKey"](list).trial(np.random.default_rng(0))
+    assert (
+        len(needles) == 3 and question + " is" not in needles and f"{question}{answer}." in needles
+    )
+
+
 def test_links_to_lines_show_the_code_they_quote():
     links = re.findall(r"\[(\w+\.py:\d+)\]\((\w+\.py)#L(\d+)\) `([^`]+)`", read(README))
     assert len(links) >= 5
