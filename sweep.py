@@ -31,12 +31,10 @@ from functools import partial
 from pathlib import Path
 
 import common
-import figure
 import train
 from checkpoint import load_checkpoint, open_data, own_code
 from common import ROOT, Refused, make_folder, positive_int, read_json, write_json
 from recipe import MAY_CHANGE, RECIPES, Recipe, parse_lengths
-from rows import read_rows, tables
 
 # --- the grid
 
@@ -293,12 +291,12 @@ def run_all(commands, args):
     logs, environment = make_folder(args.out / "logs"), dict(os.environ)
     if args.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(max(1, n_cores() // args.at_once))
-    for s in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(s) is not signal.SIG_IGN:  # nohup ignores one
-            signal.signal(s, signal.default_int_handler)  # as Ctrl-C
-    left, running, began, failed = list(commands), {}, {}, []
+    left, running, began, failed, told = list(commands), {}, {}, [], []
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    stops = {s for s in stops if signal.getsignal(s) is not signal.SIG_IGN}  # nohup ignores one
+    before = {s: signal.signal(s, lambda *_: told.append(True)) for s in stops}
     try:
-        while left or running:
+        while (left or running) and not told:
             while left and len(running) < args.at_once:
                 name = left.pop(0)
                 began[name] = time.time()
@@ -316,6 +314,10 @@ def run_all(commands, args):
             process.terminate()  # train.py finishes its step and saves
         for process in running.values():
             process.wait()
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    if told:
+        raise KeyboardInterrupt
     if failed:
         raise Refused(f"{len(failed)} of {len(commands)} failed; their logs are in {logs}")
     return began
@@ -367,6 +369,11 @@ def main(argv=None):
             print(shlex.join(["python", *train_command(job.words, job.folder, args)]))
         return
     run_all({j.folder.name: train_command(j.words, j.folder, args) for j in left}, args)
+
+    # imported when it is needed: it takes two seconds
+    import figure
+    from rows import read_rows, tables
+
     files = [path for job in jobs for path in result_files(job.folder, job.recipe, args.evaluate)]
     rows = read_rows(files)
     print(tables(rows))

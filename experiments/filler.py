@@ -5,7 +5,7 @@ Passkeys in another filler, and with the filler hidden: what makes a model lose 
         --pos rope --lr 1e-3 --out runs_out/in_text
     python eval_passkey.py runs_out/in_text                              # in the text of the data
     python eval_passkey.py runs_out/in_text --task passkey_anywhere      # in five sentences
-    python experiments/filler.py runs_out/in_text --out runs_out         # with a mask
+    python experiments/filler.py runs_out/in_text --out runs_out         # in nine ways
 
 The last one asks each trial nine times. In five of them a mask hides the far filler from these
 queries:
@@ -70,7 +70,7 @@ def visible(length, train_len, always, queries):
 
 @torch.no_grad()
 def answers(model, embeddings, tokens, n_answer):
-    """Whether the whole answer is right, with these position embeddings in the blocks."""
+    """Whether the whole answer is right. The blocks keep these position embeddings."""
     for block, pos in zip(model.blocks, embeddings, strict=True):
         block.attn.pos = pos
     tokens = torch.from_numpy(tokens)[None]
@@ -78,13 +78,13 @@ def answers(model, embeddings, tokens, n_answer):
     return (logits.argmax(dim=-1) == tokens[:, -n_answer:]).all().item()
 
 
-HIDDEN = ("from none", "from all", "from the question", "from the passkey", "from both")
 THINNED = {"every 2nd": 2, "every 4th": 4, "every 8th": 8}
-ASKED = (*HIDDEN, *THINNED, "known distances")
+WAYS = ("from none", "from all", "from the question", "from the passkey", "from both")
+WAYS = (*WAYS, *THINNED, "known distances")
 
 
 def ask(model, task, length, n_trials):
-    """For each trial the distance of its passkey, and whether it is found, for each of ASKED."""
+    """For each trial the distance of its passkey, and whether it is found, for each of WAYS."""
     from wrap import PutBack
 
     trials, trained = [], [block.attn.pos for block in model.blocks]
@@ -98,7 +98,7 @@ def ask(model, task, length, n_trials):
         i = torch.arange(T)
         passkey, question = (i >= end - n_passkey) & (i < end), i >= T - n_question
         always = passkey | (i < len(task.task))  # and the first lines of the prompt
-        # the queries of each mask, as in ASKED: none, all, ...
+        # the queries of each mask, as in WAYS: none, all, ...
         asked = (i < 0, i >= 0, question, passkey, question | passkey)
         masks = [visible(T, model.config.train_len, always, queries) for queries in asked]
         for step in THINNED.values():
@@ -115,7 +115,7 @@ def ask(model, task, length, n_trials):
 
 
 def filler_table(models, columns):
-    """Markdown: what the models of a filler.json find on average. columns: {one of ASKED: title}"""
+    """Markdown: what the models of a filler.json find on average. columns: {one of WAYS: title}"""
     from rows import NAMES, markdown
 
     groups = {}
@@ -126,7 +126,8 @@ def filler_table(models, columns):
     for name, where in product(groups, ("near", "far")):
         shares = [100 * np.mean([model[where][how] for model in groups[name]]) for how in columns]
         lines.append([f"{name}, {where}", *map("{:.0f}".format, shares), str(len(groups[name]))])
-    return markdown(["whole passkeys at 2048, %", *columns.values(), "models"], lines)
+    title = f"whole passkeys at {models[0]['length']}, %"
+    return markdown([title, *columns.values(), "models"], lines)
 
 
 def main():
@@ -158,10 +159,10 @@ def main():
             near = trials[:, 0] < recipe.train_len
             found = {"run": run.name, "recipe": vars(recipe), "task": name, "yarn": yarn}
             found["length"] = args.length
-            print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler hidden")
+            print(f"{run.name}{' with YaRN' * yarn}, {name}, far filler:")
             for where, part in (("near", trials[near]), ("far", trials[~near])):
                 if len(part):
-                    found[where] = dict(zip(ASKED, part[:, 1:].mean(axis=0).tolist(), strict=True))
+                    found[where] = dict(zip(WAYS, part[:, 1:].mean(axis=0).tolist(), strict=True))
                     shares = [f"{how} {share:.0%}" for how, share in found[where].items()]
                     print(f"    {len(part)} {where} passkeys: {', '.join(shares)}")
             results.append(found)

@@ -78,7 +78,7 @@ def texts():
         row = row | {"removed": None}
         for a, b in PLACES:  # at 512 it has 128 parts of 4 bytes
             row[f"bytes {a} to {b}"] = np.mean(row["by_position"][a // 4 : b // 4])
-        if row["label"].endswith(("told the length", "window of 512")) and row["length"] == 8192:
+        if row["label"].endswith("told the length") and row["length"] == 8192:
             most, least = (at_8192[la, row["seed"]] for la in ("RoPE", "RoPE, window of 512"))
             row["removed"] = (most - row["loss"]) / (most - least)
         yield row
@@ -93,18 +93,19 @@ def trained_further():
 def every_row():
     """{label: all rows that a table below may need}"""
     found = [*texts(), *of_kind(rows_of(*ALL), KEYS), *learned(), *trained_further()]
-    found += [row for row in rows_of("gpu_60M") if is_text(row)]
+    of_60M = [row for row in rows_of("gpu_60M") if is_text(row)]
+    found += [row | {"kind": row["kind"].replace(TEXT, "60M")} for row in of_60M]
     return grouped(found, "label")
 
 
 # --- the tables that the texts cite
 
 
-def table(title, columns, counts=(), names=None, ends=True):
+def table(title, columns, counts=(), names=None, intervals=True):
     """
     A row for each label, or for each of names, {what it is called: its label, or several}.
     columns: (title, length, kind, number[, factor, digits]). counts: (title, kind, number), how
-    many models have it. ends: whether a mean has its interval.
+    many models have it. intervals: whether a mean has its interval.
     """
     lines, found = [], every_row()
     for called, labels in (names or {label: label for label in found}).items():
@@ -117,7 +118,7 @@ def table(title, columns, counts=(), names=None, ends=True):
             text = cell(values, *how)
             if number == "finds":
                 text = f"{sum(values)} of {len(values)}" if values else ""
-            cells.append(text if ends else text.partition(" ± ")[0])
+            cells.append(text if intervals else text.partition(" ± ")[0])
         models = [str(n_models(kinds.get(kind, []), number)) for _, kind, number in counts]
         if any(cells):
             lines.append([called, *cells, *models])
@@ -135,15 +136,17 @@ def first():
 
 
 def headline():
+    """Perplexities, and passkeys of models that have learned the task."""
     columns = at([512], "perplexity at {}", TEXT, "perplexity", 1, 1)
     columns += at([8192], "at {}", TEXT, "perplexity", 1, 1)
     columns += at([2048], "near passkeys at {}, %", "learned", "near", 100, 0)
     columns += at([2048], "far ones, %", "learned", "far", 100, 0)
     columns += at([2048], "models that find 90 % at {}", "learned", "finds")
-    return table("", columns, names=NAMES["headline"], ends=False)
+    return table("", columns, names=NAMES["headline"], intervals=False)
 
 
 def summary():
+    """All models that were trained alike and read as they were trained."""
     columns = at(LONGER, "nats per byte, {}", TEXT, "loss")
     columns += at(LONGER, "% of whole passkeys, {}", KEYS, "accuracy", 100, 0)
     counts = [("models for text", TEXT, "loss"), ("for passkeys", KEYS, "accuracy")]
@@ -157,7 +160,7 @@ def ngram():
     for a, b in PLACES:
         columns += at([512], f"bytes {a} to {b}", TEXT, f"bytes {a} to {b}")
     return table(
-        "nats per byte", columns, [("models", TEXT, "loss")], names=NAMES["ngram"], ends=False
+        "nats per byte", columns, [("models", TEXT, "loss")], names=NAMES["ngram"], intervals=False
     )
 
 
@@ -174,11 +177,12 @@ def more():
 
 
 def harms():
+    """Of models that have learned the task."""
     columns = at([2048], "near at {}, %", "learned", "near", 100, 0)
     columns += at([2048], "far at {}, %", "learned", "far", 100, 0)
     columns += at([8192], "all at {}, %", "learned", "accuracy", 100, 0)
     counts = [("have learned the task", "learned", "near"), ("of", KEYS, "accuracy")]
-    return table("whole passkeys", columns, counts, names=NAMES["harms"], ends=False)
+    return table("whole passkeys", columns, counts, names=NAMES["harms"], intervals=False)
 
 
 def of_filler(columns):
@@ -200,7 +204,7 @@ def steps():
 def sizes():
     columns = []
     for title, corpus in (("nats per byte of books, {}", "books"), ("of C4, {}", "c4")):
-        columns += at(LONGER, title, f"perplexity on {corpus}", "bits_per_byte", math.log(2), 2)
+        columns += at(LONGER, title, f"60M on {corpus}", "bits_per_byte", math.log(2), 2)
     return table("60M", columns)
 
 
@@ -233,8 +237,9 @@ def compare(name):
         values = np.array([row[one["measure"]] for row in less])
         assert len(values) == len(SEEDS[name]), f"seeds of {one} are missing"
         flips = stats.permutation_test((values,), np.mean, permutation_type="samples")
-        numbers = {"mean": float(values.mean()), "half_interval": float(half_interval(values))}
-        yield one | numbers | {"p": float(flips.pvalue)}
+        numbers = {"seeds": len(values), "mean": float(values.mean())}
+        numbers |= {"half_interval": float(half_interval(values)), "p": float(flips.pvalue)}
+        yield one | numbers
 
 
 def correct(found):
@@ -291,8 +296,8 @@ def all_tables():
         every = content if isinstance(content, list) else [content]
         sources = Counter(f"commit {r['commit']}, {r['hardware']}" for r in every if "commit" in r)
         told = "; ".join(f"{n} of {source}" for source, n in sorted(sources.items()))
-        first = f"; the first by `{every[0]['command']}`" if "command" in every[0] else ""
-        about = f"Results: {told or len(every)}{first}. sha256 {file_sha256(path)[:16]}."
+        command = f"; the first by `{every[0]['command']}`" if "command" in every[0] else ""
+        about = f"Results: {told or len(every)}{command}. sha256 {file_sha256(path)[:16]}."
         parts += [f"## {path.stem}", about, table_of_file(path.stem)]
     return "\n\n".join(parts)
 

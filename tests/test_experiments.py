@@ -3,6 +3,7 @@ The mechanism experiments: what they measure against direct calculation, and tha
 figure and numbers.
 """
 
+import itertools
 import json
 import math
 import re
@@ -141,7 +142,7 @@ def test_a_mask_leaves_the_last_keys_and_what_is_shown():
 
 
 def tiny_model(data, pos):
-    shape = dict(n_layer=1, n_head=2, head_dim=16, n_embd=32, train_len=256, pos=pos)
+    shape = dict(n_layer=2, n_head=2, head_dim=16, n_embd=32, train_len=256, pos=pos)
     torch.manual_seed(0)
     return GPT(GPTConfig(**shape, vocab_size=data.meta["vocab_size"])).eval()
 
@@ -161,22 +162,38 @@ def test_a_mask_takes_the_place_of_the_causal_one(data_folder):
 
 
 @pytest.mark.parametrize("pos", ["rope", "fope"])
-def test_what_has_no_far_token_is_asked_the_same_each_time(data_folder, monkeypatch, pos):
+def test_each_way_of_asking_hides_what_it_says(data_folder, monkeypatch, pos):
     data = TokenData(data_folder, "train")
     task, seen = PasskeyAnywhere(data.tokenizer().encode_ordinary), []
 
     @torch.no_grad()
     def answers(model, embeddings, tokens, n_answer):
-        model.blocks[0].attn.pos = embeddings[0]
+        for block, embedding in zip(model.blocks, embeddings, strict=True):
+            block.attn.pos = embedding
         seen.append(model(torch.from_numpy(tokens)[None, :-1])[0, -n_answer:])
         return True
 
+    def logits(length):
+        seen.clear()
+        (trial,) = filler.ask(tiny_model(data, pos), task, length, 1)
+        assert trial[0] < 700  # the passkey stands behind far tokens
+        return dict(zip(filler.WAYS, seen, strict=True))
+
     monkeypatch.setattr(filler, "answers", answers)
-    for length in (256, 600):
-        filler.ask(tiny_model(data, pos), task, length, 1)
-    for logits in seen[1:9]:
-        torch.testing.assert_close(logits, seen[0])
-    assert not torch.allclose(seen[17], seen[9])  # known distances, and none hidden
+    monkeypatch.setattr(filler, "THINNED", {"every 2nd": 1, "every 4th": 10**6, "every 8th": 8})
+    close = partial(torch.allclose, atol=1e-5)
+    of = logits(1000)
+    assert close(of["every 2nd"], of["from none"])  # here it is every single one
+    assert close(of["every 4th"], of["from both"])  # and here none
+    model = tiny_model(data, pos)
+    known = [wrap.PutBack(b.attn.pos, "wrapped", ("slow", "fast")) for b in model.blocks]
+    tokens, n_answer, _ = task.sample(1000, np.random.default_rng((1000, 0)))
+    answers(model, known, tokens, n_answer)
+    assert close(of["known distances"], seen[-1])
+    for way, other in itertools.combinations(set(of) - {"every 2nd", "every 4th"}, 2):
+        assert not close(of[way], of[other]), (way, other)
+    of = logits(256)  # without a far token
+    assert all(close(of[way], of["from none"]) for way in of)
 
 
 # --- the page, and README's picture

@@ -158,6 +158,8 @@ def test_what_is_told_to_stop_lets_all_save(tmp_path, told):
         time.sleep(0.1)
         assert process.poll() is None
     process.send_signal(told)
+    time.sleep(0.3)
+    process.send_signal(told)  # a second one changes nothing
     ended = process.communicate(timeout=300)[1].strip(), process.returncode
     assert ended == (("", -told) if told == signal.SIGKILL else ("interrupted", 130))
     last = time.monotonic() + 300 * (told == signal.SIGKILL)
