@@ -180,7 +180,7 @@ def harms():
     """Of models that have learned the task."""
     columns = at([2048], "near at {}, %", "learned", "near", 100, 0)
     columns += at([2048], "far at {}, %", "learned", "far", 100, 0)
-    columns += at([8192], "all at {}, %", "learned", "accuracy", 100, 0)
+    columns += at([2048, 8192], "all at {}, %", "learned", "accuracy", 100, 0)
     counts = [("have learned the task", "learned", "near"), ("of", KEYS, "accuracy")]
     return table("whole passkeys", columns, counts, names=NAMES["harms"], intervals=False)
 
