@@ -124,7 +124,7 @@ def filler_table(models, columns):
         groups.setdefault(name, []).append(model)
     lines = []
     for name, where in product(groups, ("near", "far")):
-        shares = [100 * np.mean([model[where][how] for model in groups[name]]) for how in columns]
+        shares = [100 * np.mean([model[where][way] for model in groups[name]]) for way in columns]
         lines.append([f"{name}, {where}", *map("{:.0f}".format, shares), str(len(groups[name]))])
     title = f"whole passkeys at {models[0]['length']}, %"
     return markdown([title, *columns.values(), "models"], lines)
@@ -163,7 +163,7 @@ def main():
             for where, part in (("near", trials[near]), ("far", trials[~near])):
                 if len(part):
                     found[where] = dict(zip(WAYS, part[:, 1:].mean(axis=0).tolist(), strict=True))
-                    shares = [f"{how} {share:.0%}" for how, share in found[where].items()]
+                    shares = [f"{way} {share:.0%}" for way, share in found[where].items()]
                     print(f"    {len(part)} {where} passkeys: {', '.join(shares)}")
             results.append(found)
     save({"trials": args.trials, "models": results}, args.out, "filler")

@@ -113,9 +113,9 @@ def table(title, columns, counts=(), names=None, intervals=True):
         for label in [labels] if isinstance(labels, str) else labels:
             kinds |= grouped(found[label], "kind")
         cells = []
-        for _, length, kind, number, *how in columns:
+        for _, length, kind, number, *scale in columns:
             values = values_at(kinds.get(kind, []), number, length)
-            text = cell(values, *how)
+            text = cell(values, *scale)
             if number == "finds":
                 text = f"{sum(values)} of {len(values)}" if values else ""
             cells.append(text if intervals else text.partition(" ± ")[0])
@@ -125,9 +125,9 @@ def table(title, columns, counts=(), names=None, intervals=True):
     return markdown([title, *(column[0] for column in (*columns, *counts))], lines)
 
 
-def at(lengths, title, *what):
+def at(lengths, title, *rest):
     """Columns of one number at several lengths."""
-    return [(title.format(n, n // 512), n, *what) for n in lengths]
+    return [(title.format(n, n // 512), n, *rest) for n in lengths]
 
 
 def first():
@@ -197,7 +197,7 @@ def masked():
 
 
 def steps():
-    columns = {f"from {what}": f"hidden from {what}" for what in ("the question", "the passkey")}
+    columns = {f"from {step}": f"hidden from {step}" for step in ("the question", "the passkey")}
     return of_filler({"from none": "as it is"} | columns | {"from both": "hidden from both"})
 
 
@@ -206,6 +206,25 @@ def sizes():
     for title, corpus in (("nats per byte of books, {}", "books"), ("of C4, {}", "c4")):
         columns += at(LONGER, title, f"60M on {corpus}", "bits_per_byte", math.log(2), 2)
     return table("60M", columns)
+
+
+def two_tests():
+    """What stays of RoPE's damage at 2048 if far tokens show other distances in some pairs."""
+    lines = []
+    for title, study, way in (
+        ("far tokens show distances from 256 to 511, which are known", "wrap", "wrapped"),
+        ("the same at 60M parameters", "wrap_60M", "wrapped"),
+        ("all far tokens show one known distance, 255", "wrap_held", "held 0.5x"),
+        ("all far tokens show one new distance, 767", "wrap_held", "held 1.5x"),
+    ):
+        runs = read_json(RESULTS / "mechanism" / f"{study}.json")["runs"]
+        removed, cells = [run["removed"] for run in runs if run["name"] == "rope"], []
+        for changed in (f"{pairs}, {way}" for pairs in ("slow", "fast", "both")):
+            stays = [100 - 100 * share[changed] for share in removed if changed in share]
+            cells.append(f"{np.mean(stays):.0f} %" if stays else "")
+        lines.append([title, *cells, str(len(removed))])
+    columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
+    return markdown(["of the damage stays", *columns], lines)
 
 
 def cause():
@@ -277,8 +296,8 @@ def named():
 
 # --- all tables
 
-CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes, cause)
-CITED = {function.__name__: function for function in (*CITED, places, named)}
+CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes)
+CITED = {function.__name__: function for function in (*CITED, two_tests, cause, places, named)}
 
 
 def table_of_file(name):
