@@ -18,7 +18,7 @@ import sys
 import matplotlib.ticker
 import numpy as np
 from shared import ROOT, STYLES, plt, save
-from wrap import HELD, held_distance
+from wrap import damage_left, held_values
 
 from checkpoint import load_checkpoint, with_pos
 from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
@@ -78,8 +78,8 @@ def measure(data):
 
 
 def page_numbers(folder, by_label):
-    """What docs/index.html draws: folder/strip.json, wrap_held.json, and two charts of results/."""
-    strip, held = read_json(folder / "strip.json"), read_json(folder / "wrap_held.json")
+    """What docs/index.html draws: folder/strip.json, wrap.json, and two charts of results/."""
+    strip, wrap = read_json(folder / "strip.json"), read_json(folder / "wrap.json")
     N = strip["train_len"]
     page = {"train_len": N, "step": STEP, "digits": DIGITS, "passages": []}
     page["lengths"] = LENGTHS
@@ -92,11 +92,9 @@ def page_numbers(folder, by_label):
             here = row["losses"][name][N:]
             past[name] = [round(float(np.mean(part)), 3) for part in (here, many)]
         page["passages"].append({"text": row["text"], "past": past, "losses": losses})
-    places = {place: held_distance(place, held["train_len"]) for place in HELD}
-    page["left"] = {"distance": list(places.values()), "models": len(held["runs"])}
-    for pairs in ("slow", "fast"):
-        removed = [[run["removed"][f"{pairs}, {p}"] for p in places] for run in held["runs"]]
-        page["left"][pairs] = (100 - 100 * np.mean(removed, axis=0)).round().tolist()
+    page["left"] = {"distance": wrap["held"], "models": len(wrap["runs"])}
+    for pairs, left in held_values(wrap["runs"], wrap["held"], damage_left).items():
+        page["left"][pairs] = left.mean(axis=0).round().tolist()
     page["perplexity"] = by_length(PERPLEXITY, by_label, "perplexity", 1)
     page["passkeys"] = by_length(PASSKEYS, grouped(learned(), "label"), "accuracy", 100)
     return page

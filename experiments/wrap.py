@@ -8,10 +8,7 @@ that what hurts? A trained model reads a text once as it is. Then it reads the t
 far key is turned as if it stood at another distance, in the slow pairs, in the fast pairs or in
 both:
 
-    held at D    The distance is D for all far keys. A name such as "slow, held 0.5x" gives D as a
-                 multiple of train_len; from half of train_len on D is one token less. So at 512
-                 0.12x is 64, 0.5x is 255 and 3x is 1535. "held" without a number is 511, the last
-                 distance of training.
+    held at D    The distance is D for all far keys.
     wrapped      The distance is H + (d mod H), where d is the true distance and H is train_len/2.
                  At 512 this is a distance from 256 to 511, which training had.
 
@@ -20,18 +17,17 @@ of "near" is the damage of the far keys. Two results matter: how much of the dam
 much attention the far keys get. Mostly they rise and fall together. But where far keys get equal
 attention, a new angle does more damage than a known one.
 
-What was predicted before the runs, and what came true, stands in results/APPENDIX.md.
+What was said before the runs, and what came true, stands in results/STUDIES.md (held) and in
+results/APPENDIX.md.
 
-    RoPE with slow or fast pairs held at eleven distances:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --name held
+    RoPE, wrapped, and with slow or fast pairs held at each ninth of the training length:
+        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --held
     theta 94, FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py \
-            runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} \
-            --name others --conditions none near "both, wrapped"
+            runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} --name others
 
 The models are those of figure1, enough and figure1_all in results/STUDIES.md. Figure and json go to
-results/mechanism, over those that are there; --out names another folder. wrap.json and its figure
-were made at commit 722ea78.
+results/mechanism, over those that are there; --out names another folder.
 """
 
 import math
@@ -49,26 +45,15 @@ from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
 from rows import cell, markdown
 
-PAIRS = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
-CONDITIONS = {"none": ("none", ()), "near": ("near", ())}
-CONDITIONS |= {f"{p}, {how}": (how, PAIRS[p]) for how in ("wrapped", "held") for p in PAIRS}
-HELD = {"held 0x": 0, "held 0.06x": 1 / 16, "held 0.12x": 1 / 8, "held 0.25x": 1 / 4}  # train_len
-HELD |= {"held 0.5x": 0.5, "held 0.75x": 0.75, "held": 1}
-HELD |= {"held 1.5x": 1.5, "held 2x": 2, "held 2.5x": 2.5, "held 3x": 3}
-AT_PLACES = {f"{p}, {how}": (how, PAIRS[p]) for p in ("slow", "fast") for how in HELD}
-CONDITIONS |= AT_PLACES
-PLACES = ["none", "near", *AT_PLACES]
-
-
-def held_distance(place, train_len):
-    """The distance in tokens of a place in HELD; from half of train_len on it is one less."""
-    return int(HELD[place] * train_len) - (HELD[place] >= 0.5)
+WRAPPED = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
+NINTHS = 27  # of the training length; a divisor such as 8 would meet only multiples of a power of 2
 
 
 class PutBack(PositionEmbedding):
     """
-    A trained embedding that turns pairs, but far keys are turned otherwise. how: "none", "near" or
-    one of the ways above. put_back: the pairs that are turned so, "slow", "fast" or both.
+    A trained embedding that turns pairs, but far keys are turned otherwise. how: "none", "near",
+    "wrapped" or the distance at which they are held. put_back: the pairs that are turned so,
+    "slow", "fast" or both.
     """
 
     def __init__(self, pos, how, put_back):
@@ -91,8 +76,8 @@ class PutBack(PositionEmbedding):
         for pairs, dims in self.dims.items():
             turned_q = self.turned(q, t, dims)
             part = turned_q @ self.turned(k, t, dims).mT
-            if pairs in self.put_back and self.how in HELD:
-                last = torch.full_like(t, held_distance(self.how, N))
+            if pairs in self.put_back and isinstance(self.how, int):
+                last = torch.full_like(t, self.how)
                 first = torch.zeros_like(t)
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
@@ -116,10 +101,11 @@ class PutBack(PositionEmbedding):
             return weights.to(v.dtype) @ v
 
 
-def measure(run, length, n_windows, conditions, device):
+def measure(run, length, n_windows, held, device):
     """
     Measure one run: its loss under each condition; the damage; the share of it that is removed; the
-    share of the last layer's attention that far keys get, where there are far keys.
+    share of the last layer's attention that far keys get. held: the distances (tokens) at which its
+    slow or fast pairs are held.
     """
     model, _, _ = load_checkpoint(run, device)
     trained = [block.attn.pos for block in model.blocks]
@@ -127,8 +113,10 @@ def measure(run, length, n_windows, conditions, device):
         raise Refused(f"{run} has no pairs that turn")
     windows = spread_windows(TokenData(model.config.data, "val"), length, n_windows)
     loss, found = {}, defaultdict(dict)
-    for condition in conditions:
-        how, put_back = CONDITIONS[condition]
+    conditions = {"none": ("none", ()), "near": ("near", ())}
+    conditions |= {f"{p}, wrapped": ("wrapped", WRAPPED[p]) for p in WRAPPED}
+    conditions |= {f"{p}, held at {d}": (d, (p,)) for p in ("slow", "fast") for d in held}
+    for condition, (how, put_back) in conditions.items():
         for block, pos in zip(model.blocks, trained, strict=True):
             block.attn.pos = PutBack(pos, how, put_back)
         loss[condition] = float(window_loss(model, windows, length).mean())
@@ -147,49 +135,56 @@ def measure(run, length, n_windows, conditions, device):
     } | found
 
 
-def draw(rows, train_len):
+def held_values(runs, held, number):
+    """{"slow": number(run, condition), "fast": ..}, each an array (run, distance)."""
+    return {
+        pairs: np.array([[number(run, f"{pairs}, held at {d}") for d in held] for run in runs])
+        for pairs in ("slow", "fast")
+    }
+
+
+def damage_left(run, condition):
+    """What is left of a run's damage in percent."""
+    return 100 * (1 - run["removed"][condition])
+
+
+def draw(runs, held, train_len):
     """What is left of the damage, and what attention far tokens get, by the distance they show."""
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
-    places = [held_distance(place, train_len) for place in HELD]
 
-    def left(row, condition):
-        return 100 * (1 - row["removed"][condition])
+    def attention(run, condition):
+        return 100 * run["far_attention"][condition]
 
-    def attention(row, condition):
-        return 100 * row["far_attention"][condition]
-
-    for ax, number in zip(axes, (left, attention), strict=True):
+    for ax, number in zip(axes, (damage_left, attention), strict=True):
+        values = held_values(runs, held, number)
         for pairs, color, marker in (("slow", SLOW, "o"), ("fast", FAST, "s")):
-            values = [[number(row, f"{pairs}, {place}") for place in HELD] for row in rows]
-            mean, marks = np.mean(values, axis=0), np.transpose(values)
-            ax.plot(places, mean, color=color, label=f"{pairs} pairs show another distance")
-            ax.plot(places, marks, marker, color=color, ms=3, alpha=0.6)
+            ax.plot(held, values[pairs].mean(axis=0), color=color, label=f"{pairs} pairs changed")
+            ax.plot(held, values[pairs].T, marker, color=color, ms=2, alpha=0.5)
         ax.axvline(train_len, color="black", lw=0.8, ls=":")
     axes[0].axhline(100, color=GREY, lw=0.8)
     axes[0].axhline(0, color=GREY, lw=0.8)
-    as_it_is = np.mean([attention(row, "none") for row in rows])
-    axes[1].axhline(as_it_is, color=GREY, lw=0.8)
-    off = np.mean([left(row, "fast, held 0x") for row in rows])
+    axes[1].axhline(np.mean([attention(run, "none") for run in runs]), color=GREY, lw=0.8)
     axes[0].set_ylim(-10, 190)
-    axes[0].text(40, 172, f"fast pairs at 0: {off:.0f} %", color=FAST, size=9)
     where = "distance that all far tokens show; dotted: training length"
     tidy(axes[0], where, "% of the damage that is left", "What is left of the damage")
     tidy(axes[1], where, "% of attention", "What attention far tokens get (line across: as it is)")
     return fig
 
 
-def cause_table(runs):
+def cause_table(study):
     """
-    How much is left of the damage, in %, if the slow or the fast pairs are held at a distance: the
-    mean over the runs of wrap_held.json, which were trained at 512.
+    How much is left of RoPE's damage, in %, if the slow or the fast pairs of all far tokens show
+    one distance: means over wrap.json's runs and over all distances of a range.
     """
+    held, runs = np.array(study["held"]), study["runs"]
+    left = held_values(runs, held, damage_left)
     lines = []
-    for pairs in ("slow", "fast"):
-        removed = {place: [run["removed"][f"{pairs}, {place}"] for run in runs] for place in HELD}
-        left = [cell(1 - np.array(shares), factor=100, digits=0) for shares in removed.values()]
-        lines.append([f"{pairs} pairs", *left])
-    distances = [str(held_distance(place, 512)) for place in HELD]
-    return markdown(["% of the damage left if held at", *distances], lines)
+    for first, last in ((0, 113), (114, 511), (512, 1536)):
+        where = (held >= first) & (held <= last)
+        shares = [cell(left[pairs][:, where].mean(axis=1), digits=0) for pairs in left]
+        lines.append([f"{first} to {last}", str(where.sum()), *shares])
+    columns = ["distance that they show", "distances", "slow pairs changed", "fast pairs changed"]
+    return markdown(columns, lines)
 
 
 def main(argv=None):
@@ -199,24 +194,17 @@ def main(argv=None):
     add("--length", type=positive_int, default=2048, help="tokens of a text")
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
+    add("--held", action="store_true", help="hold slow and fast pairs at many distances, too")
     add_device_flag(parser)
-    add(
-        "--conditions",
-        nargs="+",
-        choices=CONDITIONS,
-        default=PLACES,
-        metavar="CONDITION",
-        help='none, near, and such as "slow, held 0.5x"; by default none, near and all held',
-    )
     args = parser.parse_args(argv)
     device = init_distributed(args.device)
-    rows = [measure(run, args.length, args.windows, args.conditions, device) for run in args.runs]
     train_len = load_checkpoint(args.runs[0])[0].config.train_len
-    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len}
-    first = [row for row in rows if row["name"] == rows[0]["name"]]
+    held = [ninth * train_len // 9 for ninth in range(NINTHS + 1)] if args.held else []
+    runs = [measure(run, args.length, args.windows, held, device) for run in args.runs]
+    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "held": held}
     file = "_".join(filter(None, ("wrap", args.name)))
-    fig = draw(first, train_len) if args.conditions == PLACES else None
-    save(numbers | {"runs": rows}, args.out, file, fig, device)
+    fig = draw(runs, held, train_len) if args.held else None
+    save(numbers | {"runs": runs}, args.out, file, fig, device)
 
 
 if __name__ == "__main__":
