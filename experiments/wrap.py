@@ -21,7 +21,8 @@ What was said before the runs, and what came true, stands in results/STUDIES.md 
 results/APPENDIX.md.
 
     RoPE, wrapped, and with slow or fast pairs held at each ninth of the training length:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 --held
+        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 \
+            --held $(for n in {0..27}; do echo $((n * 512 / 9)); done)
     theta 94, FoPE and RoPE-A, with all their pairs wrapped:
         python experiments/wrap.py \
             runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} --name others
@@ -43,10 +44,8 @@ from common import Refused, add_device_flag, init_distributed, one_sentence_erro
 from data import TokenData, window_loss
 from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
-from rows import cell, markdown
 
 WRAPPED = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
-NINTHS = 27  # of the training length; a divisor such as 8 would meet only multiples of a power of 2
 
 
 class PutBack(PositionEmbedding):
@@ -60,6 +59,7 @@ class PutBack(PositionEmbedding):
         super().__init__(head_dim=pos.head_dim, n_head=pos.n_head, train_len=pos.train_len)
         self.pos, self.how, self.put_back = pos, how, put_back
         self.far_attention = []  # of each text, the mean over heads and queries past train_len
+        self.means = []  # of each text, the mean query and key (n_head, 1, head_dim) of training
         slow = rope_freqs(pos.head_dim, pos.theta) < 2 * math.pi / pos.train_len
         self.dims = {"slow": slow.repeat(2), "fast": ~slow.repeat(2)}
 
@@ -98,14 +98,26 @@ class PutBack(PositionEmbedding):
             weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
             N = self.train_len
             self.far_attention.append(float(weights[..., N:, :].tril(0).sum(dim=-1).mean()))
+            self.means.append([x[:, :, :N].float().mean(dim=(0, 2))[:, None] for x in (q, k)])
             return weights.to(v.dtype) @ v
+
+    def fast_curve(self, length):
+        """
+        What the fast pairs add to the score of the mean query and the mean key at each distance
+        below `length`, as a mean over the heads.
+        """
+        q, k = (torch.stack(x).mean(dim=0) for x in zip(*self.means, strict=True))
+        at, dims = torch.arange(length, device=q.device), self.dims["fast"]
+        turned_q = self.turned(q.expand(-1, length, -1), at, dims)
+        score = (turned_q * self.turned(k, at[:1], dims)).sum(dim=-1) / math.sqrt(self.head_dim)
+        return score.mean(dim=0)
 
 
 def measure(run, length, n_windows, held, device):
     """
     Measure one run: its loss under each condition; the damage; the share of it that is removed; the
-    share of the last layer's attention that far keys get. held: the distances (tokens) at which its
-    slow or fast pairs are held.
+    share of the last layer's attention that far keys get; its fast curve, as a mean over layers.
+    held: the distances (tokens) at which its slow or fast pairs are held.
     """
     model, _, _ = load_checkpoint(run, device)
     trained = [block.attn.pos for block in model.blocks]
@@ -120,6 +132,8 @@ def measure(run, length, n_windows, held, device):
         for block, pos in zip(model.blocks, trained, strict=True):
             block.attn.pos = PutBack(pos, how, put_back)
         loss[condition] = float(window_loss(model, windows, length).mean())
+        if condition == "none":
+            curves = [block.attn.pos.fast_curve(length) for block in model.blocks]
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
@@ -132,6 +146,7 @@ def measure(run, length, n_windows, held, device):
         "loss": loss,
         "damage": damage,
         "removed": removed,
+        "fast_curve": [round(float(x), 3) for x in torch.stack(curves).mean(dim=0)],
     } | found
 
 
@@ -171,22 +186,6 @@ def draw(runs, held, train_len):
     return fig
 
 
-def cause_table(study):
-    """
-    How much is left of RoPE's damage, in %, if the slow or the fast pairs of all far tokens show
-    one distance: means over wrap.json's runs and over all distances of a range.
-    """
-    held, runs = np.array(study["held"]), study["runs"]
-    left = held_values(runs, held, damage_left)
-    lines = []
-    for first, last in ((0, 113), (114, 511), (512, 1536)):
-        where = (held >= first) & (held <= last)
-        shares = [cell(left[pairs][:, where].mean(axis=1), digits=0) for pairs in left]
-        lines.append([f"{first} to {last}", str(where.sum()), *shares])
-    columns = ["distance that they show", "distances", "slow pairs changed", "fast pairs changed"]
-    return markdown(columns, lines)
-
-
 def main(argv=None):
     parser = Parser(__doc__)
     add = parser.add_argument
@@ -194,16 +193,23 @@ def main(argv=None):
     add("--length", type=positive_int, default=2048, help="tokens of a text")
     add("--windows", type=positive_int, default=8, help="texts")
     add("--name", default="", help="of the files, behind wrap_")
-    add("--held", action="store_true", help="hold slow and fast pairs at many distances, too")
+    add(
+        "--held",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="DISTANCE",
+        help="hold the slow or the fast pairs at each of these distances, too",
+    )
     add_device_flag(parser)
     args = parser.parse_args(argv)
     device = init_distributed(args.device)
     train_len = load_checkpoint(args.runs[0])[0].config.train_len
-    held = [ninth * train_len // 9 for ninth in range(NINTHS + 1)] if args.held else []
-    runs = [measure(run, args.length, args.windows, held, device) for run in args.runs]
-    numbers = {"length": args.length, "windows": args.windows, "train_len": train_len, "held": held}
+    runs = [measure(run, args.length, args.windows, args.held, device) for run in args.runs]
+    numbers = {key: getattr(args, key) for key in ("length", "windows", "held")}
+    numbers["train_len"] = train_len
     file = "_".join(filter(None, ("wrap", args.name)))
-    fig = draw(runs, held, train_len) if args.held else None
+    fig = draw(runs, args.held, train_len) if args.held and not args.name else None
     save(numbers | {"runs": runs}, args.out, file, fig, device)
 
 

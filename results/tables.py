@@ -24,7 +24,7 @@ ROOT = RESULTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 
 from filler import filler_table  # noqa: E402
-from wrap import cause_table  # noqa: E402
+from wrap import damage_left  # noqa: E402
 
 import rows  # noqa: E402
 from common import file_sha256, one_sentence_errors, read_json, write_atomically  # noqa: E402
@@ -208,27 +208,26 @@ def sizes():
     return table("60M", columns)
 
 
-def two_tests():
-    """What stays of RoPE's damage at 2048 if far tokens show other distances in some pairs."""
-    lines = []
-    for title, study, way in (
-        ("far tokens show distances from 256 to 511, which are known", "wrap", "wrapped"),
-        ("the same at 60M parameters", "wrap_60M", "wrapped"),
-        ("all far tokens show one known distance, 255", "wrap_held", "held 0.5x"),
-        ("all far tokens show one new distance, 767", "wrap_held", "held 1.5x"),
-    ):
-        runs = read_json(RESULTS / "mechanism" / f"{study}.json")["runs"]
-        removed, cells = [run["removed"] for run in runs if run["name"] == "rope"], []
-        for changed in (f"{pairs}, {way}" for pairs in ("slow", "fast", "both")):
-            stays = [100 - 100 * share[changed] for share in removed if changed in share]
-            cells.append(f"{np.mean(stays):.0f} %" if stays else "")
-        lines.append([title, *cells, str(len(removed))])
-    columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
-    return markdown(["of the damage stays", *columns], lines)
-
-
 def cause():
-    return cause_table(read_json(RESULTS / "mechanism" / "wrap_held.json")["runs"])
+    """What stays of RoPE's damage at 2048 if far tokens show other distances in some pairs."""
+    study, of_60M = (read_json(RESULTS / "mechanism" / f"{n}.json") for n in ("wrap", "wrap_60M"))
+    known = [f"held at {d}" for d in study["held"] if 113 < d < 512]
+    new = [f"held at {d}" for d in study["held"] if d >= 512]
+    lines = []
+    for title, found, ways in (
+        ("far tokens show many known distances, from 256 to 511", study, ["wrapped"]),
+        ("the same at 60M parameters", of_60M, ["wrapped"]),
+        (f"all show one known distance, mean of {len(known)} from 170 to 455", study, known),
+        (f"all show one new distance, mean of {len(new)} from 512 to 1536", study, new),
+    ):
+        runs, cells = [run for run in found["runs"] if run["name"] == "rope"], []
+        for changed in ([f"{pairs}, {way}" for way in ways] for pairs in ("slow", "fast", "both")):
+            ran = [run for run in runs if changed[0] in run["removed"]]
+            left = [np.mean([damage_left(run, condition) for condition in changed]) for run in ran]
+            cells.append(cell(left, digits=0))
+        lines.append([title, *cells, str(len(runs))])
+    columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
+    return markdown(["% of the damage that stays", *columns], lines)
 
 
 def places():
@@ -297,7 +296,7 @@ def named():
 # --- all tables
 
 CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes)
-CITED = {function.__name__: function for function in (*CITED, two_tests, cause, places, named)}
+CITED = {function.__name__: function for function in (*CITED, cause, places, named)}
 
 
 def table_of_file(name):

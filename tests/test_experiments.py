@@ -103,11 +103,12 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
 
 def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     run = run_training(data_folder, tmp_path / "rope_s1", "--pos=rope", "--tokens=256")
-    flags = ["--length", "256", "--windows", "2", "--held", "--out", tmp_path]
+    flags = ["--length", "256", "--windows", "2", "--held", "0", "9", "99", "--out", tmp_path]
     wrap.main([str(flag) for flag in (run, *flags)])
     study = json.loads((tmp_path / "wrap.json").read_text())
     (rope,) = study["runs"]
     assert rope["name"] == "rope" and len(rope["removed"]) == 3 + 2 * len(study["held"])
+    assert len(rope["fast_curve"]) == 256
     assert rope["damage"] == rope["loss"]["none"] - rope["loss"]["near"]
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
