@@ -17,18 +17,18 @@ of "near" is the damage of the far keys. Two results matter: how much of the dam
 much attention the far keys get. Mostly they rise and fall together. But where far keys get equal
 attention, a new angle does more damage than a known one.
 
-What was said before the runs, and what came true, stands in results/STUDIES.md (held) and in
-results/APPENDIX.md.
+Why does one distance do harm and not another one? The slow and the fast curve say it: what the slow
+or the fast pairs add to the score of the mean query and the mean key of a head, by distance, as a
+mean over all heads.
 
-    RoPE, wrapped, and with slow or fast pairs held at each ninth of the training length:
-        python experiments/wrap.py runs_out/tiny/text/rope_s{3,4,5,6,7} --windows 4 \
-            --held $(for n in {0..27}; do echo $((n * 512 / 9)); done)
-    theta 94, FoPE and RoPE-A, with all their pairs wrapped:
-        python experiments/wrap.py \
-            runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}} --name others
+The commands for RoPE, and what was said before they ran, stand in results/STUDIES.md (held). The
+other models, which are those of figure1, enough and figure1_all there:
 
-The models are those of figure1, enough and figure1_all in results/STUDIES.md. Figure and json go to
-results/mechanism, over those that are there; --out names another folder.
+    python experiments/wrap.py --name wrap_others \
+        runs_out/tiny/text/{rope_theta93.9_s{3,4,5},fope_s{1,2,3},rope_a_s{1,2,3}}
+
+The json goes to results/mechanism, over the one that is there; --out names another folder. Without
+a run it draws wrap.png from wrap.json and wrap_curve.json.
 """
 
 import math
@@ -40,7 +40,14 @@ import torch
 from shared import FAST, GREY, SLOW, Parser, plt, save, tidy
 
 from checkpoint import load_checkpoint
-from common import Refused, add_device_flag, init_distributed, one_sentence_errors, positive_int
+from common import (
+    Refused,
+    add_device_flag,
+    init_distributed,
+    one_sentence_errors,
+    positive_int,
+    read_json,
+)
 from data import TokenData, window_loss
 from evaluation import spread_windows
 from fope import PositionEmbedding, RoPE, apply_rotation, rope_freqs
@@ -101,13 +108,13 @@ class PutBack(PositionEmbedding):
             self.means.append([x[:, :, :N].float().mean(dim=(0, 2))[:, None] for x in (q, k)])
             return weights.to(v.dtype) @ v
 
-    def fast_curve(self, length):
+    def curve(self, pairs, length):
         """
-        What the fast pairs add to the score of the mean query and the mean key at each distance
-        below `length`, as a mean over the heads.
+        What the slow or the fast pairs add to the score of the mean query and the mean key at each
+        distance below `length`, as a mean over the heads.
         """
         q, k = (torch.stack(x).mean(dim=0) for x in zip(*self.means, strict=True))
-        at, dims = torch.arange(length, device=q.device), self.dims["fast"]
+        at, dims = torch.arange(length, device=q.device), self.dims[pairs]
         turned_q = self.turned(q.expand(-1, length, -1), at, dims)
         score = (turned_q * self.turned(k, at[:1], dims)).sum(dim=-1) / math.sqrt(self.head_dim)
         return score.mean(dim=0)
@@ -116,7 +123,7 @@ class PutBack(PositionEmbedding):
 def measure(run, length, n_windows, held, device):
     """
     Measure one run: its loss under each condition; the damage; the share of it that is removed; the
-    share of the last layer's attention that far keys get; its fast curve, as a mean over layers.
+    share of the last layer's attention that far keys get; its curves, as a mean over layers.
     held: the distances (tokens) at which its slow or fast pairs are held.
     """
     model, _, _ = load_checkpoint(run, device)
@@ -133,7 +140,10 @@ def measure(run, length, n_windows, held, device):
             block.attn.pos = PutBack(pos, how, put_back)
         loss[condition] = float(window_loss(model, windows, length).mean())
         if condition == "none":
-            curves = [block.attn.pos.fast_curve(length) for block in model.blocks]
+            for pairs in ("slow", "fast"):
+                curves = [block.attn.pos.curve(pairs, length) for block in model.blocks]
+                mean = torch.stack(curves).mean(dim=0)
+                found["curve"][pairs] = [round(float(score), 3) for score in mean]
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
@@ -146,7 +156,6 @@ def measure(run, length, n_windows, held, device):
         "loss": loss,
         "damage": damage,
         "removed": removed,
-        "fast_curve": [round(float(x), 3) for x in torch.stack(curves).mean(dim=0)],
     } | found
 
 
@@ -163,36 +172,46 @@ def damage_left(run, condition):
     return 100 * (1 - run["removed"][condition])
 
 
-def draw(runs, held, train_len):
-    """What is left of the damage, and what attention far tokens get, by the distance they show."""
+def draw(study, tested):
+    """
+    What is left of the damage by the distance that far tokens show, and the two curves. study and
+    tested: wrap.json and wrap_curve.json; the distances of the second one are marked.
+    """
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
-
-    def attention(run, condition):
-        return 100 * run["far_attention"][condition]
-
-    for ax, number in zip(axes, (damage_left, attention), strict=True):
-        values = held_values(runs, held, number)
-        for pairs, color, marker in (("slow", SLOW, "o"), ("fast", FAST, "s")):
-            ax.plot(held, values[pairs].mean(axis=0), color=color, label=f"{pairs} pairs changed")
-            ax.plot(held, values[pairs].T, marker, color=color, ms=2, alpha=0.5)
-        ax.axvline(train_len, color="black", lw=0.8, ls=":")
+    left = held_values(study["runs"], study["held"], damage_left)
+    for pairs, color, marker in (("slow", SLOW, "o"), ("fast", FAST, "s")):
+        axes[0].plot(study["held"], left[pairs].mean(axis=0), color=color, label=f"{pairs} pairs")
+        axes[0].plot(study["held"], left[pairs].T, marker, color=color, ms=2, alpha=0.5)
+        curve = np.mean([run["curve"][pairs] for run in tested["runs"]], axis=0)
+        axes[1].plot(curve, color=color, lw=0.8, label=f"{pairs} pairs")
+    stars = {
+        "marker": "*",
+        "ls": "",
+        "color": FAST,
+        "ms": 9,
+        "label": "peaks and dips that we tested",
+    }
+    new = held_values(tested["runs"], tested["held"], damage_left)["fast"].mean(axis=0)
+    axes[0].plot(tested["held"], new, **stars)
+    axes[1].plot(tested["held"], curve[tested["held"]], **stars)
+    for ax in axes:
+        ax.axvline(study["train_len"], color="black", lw=0.8, ls=":")
+        ax.set_xlim(-40, max(study["held"]) + 40)
     axes[0].axhline(100, color=GREY, lw=0.8)
-    axes[0].axhline(0, color=GREY, lw=0.8)
-    axes[1].axhline(np.mean([attention(run, "none") for run in runs]), color=GREY, lw=0.8)
-    axes[0].set_ylim(-10, 190)
+    axes[0].set_ylim(-10, 290)
     where = "distance that all far tokens show; dotted: training length"
     tidy(axes[0], where, "% of the damage that is left", "What is left of the damage")
-    tidy(axes[1], where, "% of attention", "What attention far tokens get (line across: as it is)")
+    tidy(axes[1], where, "part of the score", "The curves: what the pairs add to a score")
     return fig
 
 
 def main(argv=None):
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="folders NAME_sSEED of text models")
+    add("runs", nargs="*", metavar="RUN", help="folders NAME_sSEED of text models")
     add("--length", type=positive_int, default=2048, help="tokens of a text")
     add("--windows", type=positive_int, default=8, help="texts")
-    add("--name", default="", help="of the files, behind wrap_")
+    add("--name", default="wrap", help="of the json")
     add(
         "--held",
         nargs="+",
@@ -203,14 +222,15 @@ def main(argv=None):
     )
     add_device_flag(parser)
     args = parser.parse_args(argv)
+    if not args.runs:
+        studies = (read_json(args.out / f"{name}.json") for name in ("wrap", "wrap_curve"))
+        draw(*studies).savefig(args.out / "wrap.png", dpi=160)
+        return
     device = init_distributed(args.device)
-    train_len = load_checkpoint(args.runs[0])[0].config.train_len
     runs = [measure(run, args.length, args.windows, args.held, device) for run in args.runs]
     numbers = {key: getattr(args, key) for key in ("length", "windows", "held")}
-    numbers["train_len"] = train_len
-    file = "_".join(filter(None, ("wrap", args.name)))
-    fig = draw(runs, args.held, train_len) if args.held and not args.name else None
-    save(numbers | {"runs": runs}, args.out, file, fig, device)
+    numbers["train_len"] = load_checkpoint(args.runs[0])[0].config.train_len
+    save(numbers | {"runs": runs}, args.out, args.name, device=device)
 
 
 if __name__ == "__main__":

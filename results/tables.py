@@ -208,23 +208,31 @@ def sizes():
     return table("60M", columns)
 
 
+def stays(runs, pairs, ways):
+    """What stays of the damage if far tokens show other distances in these pairs, over all ways."""
+    conditions = [f"{pairs}, {way}" for way in ways]
+    ran = [run for run in runs if conditions[0] in run["removed"]]
+    return cell([np.mean([damage_left(run, c) for c in conditions]) for run in ran], digits=0)
+
+
 def cause():
     """What stays of RoPE's damage at 2048 if far tokens show other distances in some pairs."""
-    study, of_60M = (read_json(RESULTS / "mechanism" / f"{n}.json") for n in ("wrap", "wrap_60M"))
-    known = [f"held at {d}" for d in study["held"] if 113 < d < 512]
-    new = [f"held at {d}" for d in study["held"] if d >= 512]
-    lines = []
-    for title, found, ways in (
-        ("far tokens show many known distances, from 256 to 511", study, ["wrapped"]),
-        ("the same at 60M parameters", of_60M, ["wrapped"]),
-        (f"all show one known distance, mean of {len(known)} from 170 to 455", study, known),
-        (f"all show one new distance, mean of {len(new)} from 512 to 1536", study, new),
+    names = ("wrap", "wrap_60M", "wrap_curve")
+    study, of_60M, tested = (read_json(RESULTS / "mechanism" / f"{name}.json") for name in names)
+    known = [distance for distance in study["held"] if 113 < distance < 512]
+    new = [distance for distance in study["held"] if distance >= 512]
+    lines, every = [], ("slow", "fast", "both")
+    for title, found, distances, changed in (
+        ("far tokens show many known distances, from 256 to 511", study, [], every),
+        ("the same at 60M parameters", of_60M, [], every),
+        ("all show one known distance (mean of six)", study, known, every),
+        ("all show one new distance (mean of 19)", study, new, every),
+        ("all show one peak of the fast curve (mean of five)", tested, tested["held"][:5], "fast"),
+        ("all show one dip of it (mean of five)", tested, tested["held"][5:], "fast"),
     ):
-        runs, cells = [run for run in found["runs"] if run["name"] == "rope"], []
-        for changed in ([f"{pairs}, {way}" for way in ways] for pairs in ("slow", "fast", "both")):
-            ran = [run for run in runs if changed[0] in run["removed"]]
-            left = [np.mean([damage_left(run, condition) for condition in changed]) for run in ran]
-            cells.append(cell(left, digits=0))
+        ways = [f"held at {distance}" for distance in distances] or ["wrapped"]
+        runs = [run for run in found["runs"] if run["name"] == "rope"]
+        cells = (stays(runs, pairs, ways) if pairs in changed else "" for pairs in every)
         lines.append([title, *cells, str(len(runs))])
     columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
     return markdown(["% of the damage that stays", *columns], lines)

@@ -101,6 +101,21 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     torch.testing.assert_close(scores[causal], expected[causal] / 8**0.5, atol=1e-5, rtol=1e-5)
 
 
+def test_a_curve_is_the_score_of_the_mean_query_and_key_in_some_pairs():
+    N, T = 16, 71
+    pos = wrap.PutBack(RoPE(head_dim=8, n_head=3, train_len=N, theta=100.0), "none", ())
+    q, k, v = torch.randn(3, 2, 3, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    pos.attend(q, k, v)
+    a, b = (x[:, :, :N].mean(dim=(0, 2)).double() for x in (q, k))
+    a, b = (torch.complex(x[:, :4], x[:, 4:]) for x in (a, b))
+    for distance in (0, 5, 30):
+        turn = torch.exp(1j * pos.pos.freqs.double() * distance)
+        score = (a * b.conj() * turn).real.mean(dim=0) / math.sqrt(8)
+        fast, slow = (float(pos.curve(pairs, 31)[distance]) for pairs in ("fast", "slow"))
+        assert fast == pytest.approx(float(score[0]), abs=1e-5)
+        assert slow == pytest.approx(float(score[1:].sum()), abs=1e-5)
+
+
 def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     run = run_training(data_folder, tmp_path / "rope_s1", "--pos=rope", "--tokens=256")
     flags = ["--length", "256", "--windows", "2", "--held", "0", "9", "99", "--out", tmp_path]
@@ -108,8 +123,10 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     study = json.loads((tmp_path / "wrap.json").read_text())
     (rope,) = study["runs"]
     assert rope["name"] == "rope" and len(rope["removed"]) == 3 + 2 * len(study["held"])
-    assert len(rope["fast_curve"]) == 256
+    assert [len(rope["curve"][pairs]) for pairs in ("slow", "fast")] == [256, 256]
     assert rope["damage"] == rope["loss"]["none"] - rope["loss"]["near"]
+    wrap.main([str(flag) for flag in (run, *flags, "--name", "wrap_curve")])
+    wrap.main(["--out", str(tmp_path)])
     assert (tmp_path / "wrap.png").exists()
     nope = run_training(data_folder, tmp_path / "nope_s1", "--pos=nope", "--tokens=256")
     refuses(wrap.main, [nope, *flags], "nope_s1")
