@@ -179,11 +179,13 @@ def draw(study, tested):
     """
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
     left = held_values(study["runs"], study["held"], damage_left)
-    for pairs, color, marker in (("slow", SLOW, "o"), ("fast", FAST, "s")):
-        axes[0].plot(study["held"], left[pairs].mean(axis=0), color=color, label=f"{pairs} pairs")
-        axes[0].plot(study["held"], left[pairs].T, marker, color=color, ms=2, alpha=0.5)
-        curve = np.mean([run["curve"][pairs] for run in tested["runs"]], axis=0)
-        axes[1].plot(curve, color=color, lw=0.8, label=f"{pairs} pairs")
+    curve = {p: np.mean([run["curve"][p] for run in tested["runs"]], axis=0) for p in left}
+    for pairs, color, line, width in (("fast", FAST, "s", 0.6), ("slow", SLOW, "o-", 2)):
+        axes[0].plot(study["held"], left[pairs].T, ".", color=color, ms=3, alpha=0.5)
+        axes[0].plot(
+            study["held"], left[pairs].mean(0), line, color=color, ms=4, label=f"{pairs} pairs"
+        )
+        axes[1].plot(curve[pairs], color=color, lw=width, label=f"{pairs} pairs")
     stars = {
         "marker": "*",
         "ls": "",
@@ -193,7 +195,7 @@ def draw(study, tested):
     }
     new = held_values(tested["runs"], tested["held"], damage_left)["fast"].mean(axis=0)
     axes[0].plot(tested["held"], new, **stars)
-    axes[1].plot(tested["held"], curve[tested["held"]], **stars)
+    axes[1].plot(tested["held"], curve["fast"][tested["held"]], **stars)
     for ax in axes:
         ax.axvline(study["train_len"], color="black", lw=0.8, ls=":")
         ax.set_xlim(-40, max(study["held"]) + 40)

@@ -221,14 +221,15 @@ def cause():
     study, of_60M, tested = (read_json(RESULTS / "mechanism" / f"{name}.json") for name in names)
     known = [distance for distance in study["held"] if 113 < distance < 512]
     new = [distance for distance in study["held"] if distance >= 512]
+    peaks, dips = tested["held"][:5], tested["held"][5:]
     lines, every = [], ("slow", "fast", "both")
     for title, found, distances, changed in (
         ("far tokens show many known distances, from 256 to 511", study, [], every),
         ("the same at 60M parameters", of_60M, [], every),
         ("all show one known distance (mean of six)", study, known, every),
         ("all show one new distance (mean of 19)", study, new, every),
-        ("all show one peak of the fast curve (mean of five)", tested, tested["held"][:5], "fast"),
-        ("all show one dip of it (mean of five)", tested, tested["held"][5:], "fast"),
+        ("all show one peak of the fast pairs' curve (mean of five)", tested, peaks, "fast"),
+        ("all show one dip of it (mean of five)", tested, dips, "fast"),
     ):
         ways = [f"held at {distance}" for distance in distances] or ["wrapped"]
         runs = [run for run in found["runs"] if run["name"] == "rope"]
