@@ -18,7 +18,7 @@ import sys
 import matplotlib.ticker
 import numpy as np
 from shared import ROOT, STYLES, plt, save
-from wrap import damage_left, held_values
+from wrap import left_if_held
 
 from checkpoint import load_checkpoint, with_pos
 from common import ArgumentParser, one_sentence_errors, read_json, write_atomically
@@ -93,7 +93,7 @@ def page_numbers(folder, by_label):
             past[name] = [round(float(np.mean(part)), 3) for part in (here, many)]
         page["passages"].append({"text": row["text"], "past": past, "losses": losses})
     page["left"] = {"distance": wrap["held"], "models": len(wrap["runs"])}
-    for pairs, left in held_values(wrap["runs"], wrap["held"], damage_left).items():
+    for pairs, left in left_if_held(wrap).items():
         page["left"][pairs] = left.mean(axis=0).round().tolist()
     page["perplexity"] = by_length(PERPLEXITY, by_label, "perplexity", 1)
     page["passkeys"] = by_length(PASSKEYS, grouped(learned(), "label"), "accuracy", 100)

@@ -159,17 +159,18 @@ def measure(run, length, n_windows, held, device):
     } | found
 
 
-def held_values(runs, held, number):
-    """{"slow": number(run, condition), "fast": ..}, each an array (run, distance)."""
-    return {
-        pairs: np.array([[number(run, f"{pairs}, held at {d}") for d in held] for run in runs])
-        for pairs in ("slow", "fast")
-    }
-
-
 def damage_left(run, condition):
     """What is left of a run's damage in percent."""
     return 100 * (1 - run["removed"][condition])
+
+
+def left_if_held(study):
+    """{"slow": .., "fast": ..}: what is left of the damage in percent, arrays (run, distance)."""
+    left = {}
+    for pairs in ("slow", "fast"):
+        conditions = [f"{pairs}, held at {distance}" for distance in study["held"]]
+        left[pairs] = np.array([[damage_left(run, c) for c in conditions] for run in study["runs"]])
+    return left
 
 
 def draw(study, tested):
@@ -178,7 +179,7 @@ def draw(study, tested):
     tested: wrap.json and wrap_curve.json; the distances of the second one are marked.
     """
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
-    left = held_values(study["runs"], study["held"], damage_left)
+    left = left_if_held(study)
     curve = {p: np.mean([run["curve"][p] for run in tested["runs"]], axis=0) for p in left}
     for pairs, color, line, width in (("fast", FAST, "s", 0.6), ("slow", SLOW, "o-", 2)):
         axes[0].plot(study["held"], left[pairs].T, ".", color=color, ms=3, alpha=0.5)
@@ -193,7 +194,7 @@ def draw(study, tested):
         "ms": 9,
         "label": "peaks and dips that we tested",
     }
-    new = held_values(tested["runs"], tested["held"], damage_left)["fast"].mean(axis=0)
+    new = left_if_held(tested)["fast"].mean(axis=0)
     axes[0].plot(tested["held"], new, **stars)
     axes[1].plot(tested["held"], curve["fast"][tested["held"]], **stars)
     for ax in axes:
