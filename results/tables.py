@@ -86,7 +86,7 @@ def texts():
 
 def trained_further():
     for kind, study in MORE.items():
-        yield from (row | {"kind": kind} for row in rows_of(study) + rows_of("untrained"))
+        yield from (row | {"kind": kind} for row in rows_of(study))
 
 
 @cache
