@@ -21,6 +21,11 @@ Why does one distance do harm and not another one? The slow and the fast curve s
 or the fast pairs add to the score of the mean query and the mean key of a head, by distance, as a
 mean over all heads.
 
+Is it the angle that does harm, or the score that it makes? From the distances of "wrapped" to those
+past train_len the slow curve of a head rises by a number. "none, lowered" subtracts it from the
+scores of far keys, whose angles are new; "slow, wrapped, raised" adds it, and there the slow pairs'
+angles are known.
+
 The commands for RoPE, and what was said before they ran, stand in results/STUDIES.md (held). The
 other models, which are those of figure1, enough and figure1_all there:
 
@@ -59,12 +64,13 @@ class PutBack(PositionEmbedding):
     """
     A trained embedding that turns pairs, but far keys are turned otherwise. how: "none", "near",
     "wrapped" or the distance at which they are held. put_back: the pairs that are turned so,
-    "slow", "fast" or both.
+    "slow", "fast" or both. added: to the scores of
+    far keys, a number or (n_head, 1, 1).
     """
 
-    def __init__(self, pos, how, put_back):
+    def __init__(self, pos, how, put_back, added=0.0):
         super().__init__(head_dim=pos.head_dim, n_head=pos.n_head, train_len=pos.train_len)
-        self.pos, self.how, self.put_back = pos, how, put_back
+        self.pos, self.how, self.put_back, self.added = pos, how, put_back, added
         self.far_attention = []  # of each text, the mean over heads and queries past train_len
         self.means = []  # of each text, the mean query and key (n_head, 1, head_dim) of training
         slow = rope_freqs(pos.head_dim, pos.theta) < 2 * math.pi / pos.train_len
@@ -95,8 +101,9 @@ class PutBack(PositionEmbedding):
                     at = distance[i, j] >= far
                     part[..., i, j] = torch.where(at, nearer, part[..., i, j])
             scores = scores + part
-        hidden = (distance >= N) & (self.how == "near")
-        return (scores / math.sqrt(self.head_dim)).masked_fill(hidden, -torch.inf)
+        far = distance >= N
+        scores = scores / math.sqrt(self.head_dim) + self.added * far
+        return scores.masked_fill(far & (self.how == "near"), -torch.inf)
 
     def attend(self, q, k, v):
         with torch.autocast(q.device.type, enabled=False):  # a fused kernel's scores are fp32
@@ -110,14 +117,13 @@ class PutBack(PositionEmbedding):
 
     def curve(self, pairs, length):
         """
-        What the slow or the fast pairs add to the score of the mean query and the mean key at each
-        distance below `length`, as a mean over the heads.
+        What the slow or the fast pairs add to the score of the mean query and the mean key of each
+        head at each distance below `length`: (n_head, length).
         """
         q, k = (torch.stack(x).mean(dim=0) for x in zip(*self.means, strict=True))
         at, dims = torch.arange(length, device=q.device), self.dims[pairs]
         turned_q = self.turned(q.expand(-1, length, -1), at, dims)
-        score = (turned_q * self.turned(k, at[:1], dims)).sum(dim=-1) / math.sqrt(self.head_dim)
-        return score.mean(dim=0)
+        return (turned_q * self.turned(k, at[:1], dims)).sum(dim=-1) / math.sqrt(self.head_dim)
 
 
 def measure(run, length, n_windows, held, device):
@@ -132,18 +138,26 @@ def measure(run, length, n_windows, held, device):
         raise Refused(f"{run} has no pairs that turn")
     windows = spread_windows(TokenData(model.config.data, "val"), length, n_windows)
     loss, found = {}, defaultdict(dict)
-    conditions = {"none": ("none", ()), "near": ("near", ())}
-    conditions |= {f"{p}, wrapped": ("wrapped", WRAPPED[p]) for p in WRAPPED}
-    conditions |= {f"{p}, held at {d}": (d, (p,)) for p in ("slow", "fast") for d in held}
-    for condition, (how, put_back) in conditions.items():
-        for block, pos in zip(model.blocks, trained, strict=True):
-            block.attn.pos = PutBack(pos, how, put_back)
+    conditions = {"none": ("none", (), 0), "near": ("near", (), 0)}
+    conditions |= {f"{p}, wrapped": ("wrapped", WRAPPED[p], 0) for p in WRAPPED}
+    conditions |= {f"{p}, held at {d}": (d, (p,), 0) for p in ("slow", "fast") for d in held}
+    conditions |= {"none, lowered": ("none", (), -1)}
+    conditions |= {"slow, wrapped, raised": ("wrapped", WRAPPED["slow"], 1)}
+    rise = [0.0] * len(trained)  # of each layer, how far the slow curves of its heads rise
+    for condition, (how, put_back, sign) in conditions.items():
+        for block, pos, r in zip(model.blocks, trained, rise, strict=True):
+            block.attn.pos = PutBack(pos, how, put_back, sign * r)
         loss[condition] = float(window_loss(model, windows, length).mean())
         if condition == "none":
-            for pairs in ("slow", "fast"):
-                curves = [block.attn.pos.curve(pairs, length) for block in model.blocks]
-                mean = torch.stack(curves).mean(dim=0)
+            N = trained[0].train_len
+            for pairs in ("fast", "slow"):
+                curves = torch.stack(
+                    [block.attn.pos.curve(pairs, length) for block in model.blocks]
+                )
+                mean = curves.mean(dim=(0, 1))
                 found["curve"][pairs] = [round(float(score), 3) for score in mean]
+            # (n_layer, n_head, 1, 1), of the slow pairs
+            rise = (curves[..., N:].mean(-1) - curves[..., N // 2 : N].mean(-1))[..., None, None]
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)

@@ -99,6 +99,9 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
         expected += (a[:, None] * b.conj() * torch.polar(torch.ones_like(at), at)).real
     causal = distance >= 0
     torch.testing.assert_close(scores[causal], expected[causal] / 8**0.5, atol=1e-5, rtol=1e-5)
+    added = torch.full((1, 1, 1), 0.5)  # for each head, to the scores of far keys alone
+    raised = wrap.PutBack(pos, how, put_back, added).scores(q, k)[0, 0].double()
+    torch.testing.assert_close(raised - scores, (distance >= N).double() / 2, atol=1e-5, rtol=1e-5)
 
 
 def test_a_curve_is_the_score_of_the_mean_query_and_key_in_some_pairs():
@@ -111,7 +114,7 @@ def test_a_curve_is_the_score_of_the_mean_query_and_key_in_some_pairs():
     for distance in (0, 5, 30):
         turn = torch.exp(1j * pos.pos.freqs.double() * distance)
         score = (a * b.conj() * turn).real.mean(dim=0) / math.sqrt(8)
-        fast, slow = (float(pos.curve(pairs, 31)[distance]) for pairs in ("fast", "slow"))
+        fast, slow = (float(pos.curve(pairs, 31).mean(0)[distance]) for pairs in ("fast", "slow"))
         assert fast == pytest.approx(float(score[0]), abs=1e-5)
         assert slow == pytest.approx(float(score[1:].sum()), abs=1e-5)
 
@@ -122,7 +125,7 @@ def test_the_cause_is_measured_on_a_run_and_drawn(tmp_path, data_folder):
     wrap.main([str(flag) for flag in (run, *flags)])
     study = json.loads((tmp_path / "wrap.json").read_text())
     (rope,) = study["runs"]
-    assert rope["name"] == "rope" and len(rope["removed"]) == 3 + 2 * len(study["held"])
+    assert rope["name"] == "rope" and len(rope["removed"]) == 5 + 2 * len(study["held"])
     assert [len(rope["curve"][pairs]) for pairs in ("slow", "fast")] == [256, 256]
     assert rope["damage"] == rope["loss"]["none"] - rope["loss"]["near"]
     wrap.main([str(flag) for flag in (run, *flags, "--name", "wrap_curve")])
