@@ -18,10 +18,11 @@ queries:
 
 They see the last train_len keys, the passkey and the first lines of the prompt. The rest see
 everything before them. Each key keeps its position. In three more, such as "every 8th", the last
-mask lets every 8th far key through: is it the number of far keys that harms? In "known distances"
-nothing is hidden, but all far keys show distances of training, as in wrap.py where both kinds of
-pairs are wrapped: is it their distance? RoPE is asked once more with YaRN, without its temperature:
-it has no new angles then, so what a mask changes is due to the filler.
+mask lets every 8th far key through, or every 8th block of 64 keys, in which the sentences stay
+whole: is it the number of far keys that harms? In "known distances" nothing is hidden, but all far
+keys show distances of training, as in wrap.py where both kinds of pairs are wrapped: is it their
+distance? RoPE is asked once more with YaRN, without its temperature: it has no new angles then, so
+what a mask changes is due to the filler.
 """
 
 import sys
@@ -78,7 +79,7 @@ def answers(model, embeddings, tokens, n_answer):
     return (logits.argmax(dim=-1) == tokens[:, -n_answer:]).all().item()
 
 
-THINNED = {"every 2nd": 2, "every 4th": 4, "every 8th": 8}
+THINNED = {"every 2nd": (2, 1), "every 8th": (8, 1), "every 8th block": (8, 64)}  # step, block
 WAYS = ("from none", "from all", "from the question", "from the passkey", "from both")
 WAYS = (*WAYS, *THINNED, "known distances")
 
@@ -101,8 +102,8 @@ def ask(model, task, length, n_trials):
         # the queries of each mask, as in WAYS: none, all, ...
         asked = (i < 0, i >= 0, question, passkey, question | passkey)
         masks = [visible(T, model.config.train_len, always, queries) for queries in asked]
-        for step in THINNED.values():
-            some = always | (i % step == 0)
+        for step, block in THINNED.values():
+            some = always | (i // block % step == 0)
             masks.append(visible(T, model.config.train_len, some, question | passkey))
         found = []
         for mask in masks:

@@ -201,17 +201,18 @@ def test_each_way_of_asking_hides_what_it_says(data_folder, monkeypatch, pos):
         return dict(zip(filler.WAYS, seen, strict=True))
 
     monkeypatch.setattr(filler, "answers", answers)
-    monkeypatch.setattr(filler, "THINNED", {"every 2nd": 1, "every 4th": 10**6, "every 8th": 8})
+    thinned = {"every 2nd": (1, 1), "every 8th": (10**6, 1), "every 8th block": (8, 16)}
+    monkeypatch.setattr(filler, "THINNED", thinned)
     close = partial(torch.allclose, atol=1e-5)
     of = logits(1000)
     assert close(of["every 2nd"], of["from none"])  # here it is every single one
-    assert close(of["every 4th"], of["from both"])  # and here none
+    assert close(of["every 8th"], of["from both"])  # and here none
     model = tiny_model(data, pos)
     known = [wrap.PutBack(b.attn.pos, "wrapped", ("slow", "fast")) for b in model.blocks]
     tokens, n_answer, _ = task.sample(1000, np.random.default_rng((1000, 0)))
     answers(model, known, tokens, n_answer)
     assert close(of["known distances"], seen[-1])
-    for way, other in itertools.combinations(set(of) - {"every 2nd", "every 4th"}, 2):
+    for way, other in itertools.combinations(set(of) - {"every 2nd", "every 8th"}, 2):
         assert not close(of[way], of[other]), (way, other)
     of = logits(256)  # without a far token
     assert all(close(of[way], of["from none"]) for way in of)
