@@ -216,8 +216,9 @@ def draw(study, tested):
         ax.set_xlim(-40, max(study["held"]) + 40)
     axes[0].axhline(100, color=GREY, lw=0.8)
     axes[0].set_ylim(-10, 290)
-    where = "distance that all far tokens show; dotted: training length"
+    where = "distance whose angles far tokens get; dotted: training length"
     tidy(axes[0], where, "% of the damage that is left", "What is left of the damage")
+    where = "distance; dotted: training length"
     tidy(axes[1], where, "part of the score", "The curves: what the pairs add to a score")
     return fig
 

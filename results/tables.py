@@ -216,7 +216,7 @@ def stays(runs, pairs, ways):
 
 
 def cause():
-    """What stays of RoPE's damage at 2048 if far tokens show other distances in some pairs."""
+    """What stays of RoPE's damage at 2048 if some pairs of far tokens get other angles."""
     names = ("wrap", "wrap_60M", "wrap_curve")
     study, of_60M, tested = (read_json(RESULTS / "mechanism" / f"{name}.json") for name in names)
     known = [distance for distance in study["held"] if 113 < distance < 512]
@@ -224,12 +224,12 @@ def cause():
     peaks, dips = tested["held"][:5], tested["held"][5:]
     lines, every = [], ("slow", "fast", "both")
     for title, found, distances, changed in (
-        ("far tokens show many known distances, from 256 to 511", study, [], every),
+        ("far tokens get the angles of many known distances, 256 to 511", study, [], every),
         ("the same at 60M parameters", of_60M, [], every),
-        ("all show one known distance (mean of six, 170 to 455)", study, known, every),
-        ("all show one new distance (mean of 19, 512 to 1536)", study, new, every),
-        ("all show one peak of the fast pairs' curve (mean of five)", tested, peaks, "fast"),
-        ("all show one dip of it (mean of five)", tested, dips, "fast"),
+        ("all get those of one known distance (mean of six, 170 to 455)", study, known, every),
+        ("all get those of one new distance (mean of 19, 512 to 1536)", study, new, every),
+        ("all get those of a peak of the fast pairs' curve (mean of five)", tested, peaks, "fast"),
+        ("all get those of a dip of it (mean of five)", tested, dips, "fast"),
     ):
         ways = [f"held at {distance}" for distance in distances] or ["wrapped"]
         runs = [run for run in found["runs"] if run["name"] == "rope"]
@@ -237,6 +237,16 @@ def cause():
         lines.append([title, *cells, str(len(runs))])
     columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
     return markdown(["% of the damage that stays", *columns], lines)
+
+
+def score():
+    """The same, if the scores of far tokens are lowered or raised, too."""
+    runs = read_json(RESULTS / "mechanism" / "wrap_score.json")["runs"]
+    left = ("none, lowered", "slow, wrapped, raised", "slow, wrapped")
+    lowered, raised, known = (cell([damage_left(run, c) for run in runs], digits=0) for c in left)
+    lines = [["new angles in the slow pairs", "100", lowered]]
+    lines.append(["known angles in the slow pairs", raised, known])
+    return markdown(["% of the damage that stays", "high scores", "low scores"], lines)
 
 
 def places():
@@ -305,7 +315,7 @@ def named():
 # --- all tables
 
 CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes)
-CITED = {function.__name__: function for function in (*CITED, cause, places, named)}
+CITED = {function.__name__: function for function in (*CITED, cause, score, places, named)}
 
 
 def table_of_file(name):
