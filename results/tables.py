@@ -34,7 +34,8 @@ from rows import cell, grouped, half_interval, is_text, markdown, n_models, valu
 TEXTS = [ROOT / "README.md", ROOT / "hf" / "README.md"]
 TEXTS += [RESULTS / f"{name}.md" for name in ("README", "APPENDIX", "TABLES")]
 # the studies at 512 tokens whose models are trained alike, and those that read them otherwise
-AS_TRAINED = ("figure1", "figure1_all", "parts", "enough", "partial", "table2", "figure6c")
+AS_TRAINED = ("figure1", "figure1_all", "parts", "enough", "equations", "partial", "table2")
+AS_TRAINED += ("figure6c",)
 ALL = (*AS_TRAINED, "untrained", "keys", "temperature")
 TEXT, KEYS = "perplexity", "passkey_anywhere"
 LONGER = [512, 2048, 8192]
@@ -162,6 +163,20 @@ def ngram():
     return table(
         "nats per byte", columns, [("models", TEXT, "loss")], names=NAMES["ngram"], intervals=False
     )
+
+
+def equations():
+    """FoPE by the equations, less the same floor without a series."""
+    tables, labels = [], ("FoPE, by the equations", "p-RoPE, p = 0.5")
+    for kind, number, title, factor, digits in (
+        (TEXT, "loss", "nats per byte, minus p-RoPE", 1, 2),
+        (KEYS, "accuracy", "whole passkeys, minus p-RoPE, %", 100, 0),
+    ):
+        both = of_kind(rows_of("enough", "equations"), kind)
+        both = [row for row in both if row["label"] in labels]
+        less = rows.minus(both, labels[1], number)
+        tables.append(rows.table(less, title, number, factor, digits, "+"))
+    return "\n\n".join(filter(None, tables))
 
 
 def untrained():
@@ -314,7 +329,7 @@ def named():
 
 # --- all tables
 
-CITED = (first, headline, summary, ngram, untrained, more, harms, masked, steps, sizes)
+CITED = (first, headline, summary, ngram, equations, untrained, more, harms, masked, steps, sizes)
 CITED = {function.__name__: function for function in (*CITED, cause, score, places, named)}
 
 
