@@ -189,8 +189,8 @@ def left_if_held(study):
 
 def draw(study, tested):
     """
-    What is left of the damage by the distance that far tokens show, and the two curves. study and
-    tested: wrap.json and wrap_curve.json; the distances of the second one are marked.
+    What is left of the damage by the distance whose angles far tokens get (of `study`, which is
+    wrap.json), and the two curves (of `tested`, wrap_curve.json).
     """
     fig, axes = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained", sharex=True)
     left = left_if_held(study)
@@ -201,16 +201,6 @@ def draw(study, tested):
             study["held"], left[pairs].mean(0), line, color=color, ms=4, label=f"{pairs} pairs"
         )
         axes[1].plot(curve[pairs], color=color, lw=width, label=f"{pairs} pairs")
-    stars = {
-        "marker": "*",
-        "ls": "",
-        "color": FAST,
-        "ms": 9,
-        "label": "peaks and dips that we tested",
-    }
-    new = left_if_held(tested)["fast"].mean(axis=0)
-    axes[0].plot(tested["held"], new, **stars)
-    axes[1].plot(tested["held"], curve["fast"][tested["held"]], **stars)
     for ax in axes:
         ax.axvline(study["train_len"], color="black", lw=0.8, ls=":")
         ax.set_xlim(-40, max(study["held"]) + 40)

@@ -224,7 +224,7 @@ def sizes():
 
 
 def stays(runs, pairs, ways):
-    """What stays of the damage if far tokens show other distances in these pairs, over all ways."""
+    """What stays of the damage if far tokens get other angles in these pairs, over all ways."""
     conditions = [f"{pairs}, {way}" for way in ways]
     ran = [run for run in runs if conditions[0] in run["removed"]]
     return cell([np.mean([damage_left(run, c) for c in conditions]) for run in ran], digits=0)
@@ -232,26 +232,31 @@ def stays(runs, pairs, ways):
 
 def cause():
     """What stays of RoPE's damage at 2048 if some pairs of far tokens get other angles."""
-    names = ("wrap", "wrap_60M", "wrap_curve")
-    study, of_60M, tested = (read_json(RESULTS / "mechanism" / f"{name}.json") for name in names)
-    known = [distance for distance in study["held"] if 113 < distance < 512]
-    new = [distance for distance in study["held"] if distance >= 512]
-    peaks, dips = tested["held"][:5], tested["held"][5:]
+    study, of_60M = (read_json(RESULTS / "mechanism" / f"{n}.json") for n in ("wrap", "wrap_60M"))
+    known = [f"held at {distance}" for distance in study["held"] if 113 < distance < 512]
+    new = [f"held at {distance}" for distance in study["held"] if distance >= 512]
     lines, every = [], ("slow", "fast", "both")
-    for title, found, distances, changed in (
-        ("far tokens get the angles of many known distances, 256 to 511", study, [], every),
-        ("the same at 60M parameters", of_60M, [], every),
-        ("all get those of one known distance (mean of six, 170 to 455)", study, known, every),
-        ("all get those of one new distance (mean of 19, 512 to 1536)", study, new, every),
-        ("all get those of a peak of the fast pairs' curve (mean of five)", tested, peaks, "fast"),
-        ("all get those of a dip of it (mean of five)", tested, dips, "fast"),
+    for title, found, ways in (
+        ("far tokens get the angles of many known distances, 256 to 511", study, ["wrapped"]),
+        ("the same at 60M parameters", of_60M, ["wrapped"]),
+        ("all get those of one known distance (mean of six, 170 to 455)", study, known),
+        ("all get those of one new distance (mean of 19, 512 to 1536)", study, new),
     ):
-        ways = [f"held at {distance}" for distance in distances] or ["wrapped"]
         runs = [run for run in found["runs"] if run["name"] == "rope"]
-        cells = (stays(runs, pairs, ways) if pairs in changed else "" for pairs in every)
+        cells = (stays(runs, pairs, ways) for pairs in every)
         lines.append([title, *cells, str(len(runs))])
     columns = ["slow pairs alone changed", "fast pairs alone", "both", "models"]
     return markdown(["% of the damage that stays", *columns], lines)
+
+
+def peaks():
+    """The same of the fast pairs, at peaks and dips of their curve."""
+    study, lines = read_json(RESULTS / "mechanism" / "wrap_curve.json"), []
+    for title, distances in (("a peak", study["held"][:5]), ("a dip", study["held"][5:])):
+        ways = [f"held at {distance}" for distance in distances]
+        title = f"{title} of the fast pairs' curve (mean of five)"
+        lines.append([title, stays(study["runs"], "fast", ways)])
+    return markdown(["all far tokens get the angles of", "% of the damage that stays"], lines)
 
 
 def score():
@@ -330,7 +335,7 @@ def named():
 # --- all tables
 
 CITED = (first, headline, summary, ngram, equations, untrained, more, harms, masked, steps, sizes)
-CITED = {function.__name__: function for function in (*CITED, cause, score, places, named)}
+CITED = {function.__name__: function for function in (*CITED, cause, peaks, score, places, named)}
 
 
 def table_of_file(name):
