@@ -166,17 +166,11 @@ def ngram():
 
 
 def equations():
-    """FoPE by the equations, less the same floor without a series."""
-    tables, labels = [], ("FoPE, by the equations", "p-RoPE, p = 0.5")
-    for kind, number, title, factor, digits in (
-        (TEXT, "loss", "nats per byte, minus p-RoPE", 1, 2),
-        (KEYS, "accuracy", "whole passkeys, minus p-RoPE, %", 100, 0),
-    ):
-        both = of_kind(rows_of("enough", "equations"), kind)
-        both = [row for row in both if row["label"] in labels]
-        less = rows.minus(both, labels[1], number)
-        tables.append(rows.table(less, title, number, factor, digits, "+"))
-    return "\n\n".join(filter(None, tables))
+    """On text, FoPE by the equations less the same floor without a series."""
+    labels = ("FoPE, by the equations", "p-RoPE, p = 0.5")
+    both = of_kind(rows_of("enough", "equations"), TEXT)
+    less = rows.minus([row for row in both if row["label"] in labels], labels[1], "loss")
+    return rows.table(less, "nats per byte, minus p-RoPE", "loss", 1, 2, "+")
 
 
 def untrained():
