@@ -195,13 +195,12 @@ def harms():
 
 
 def of_filler(columns):
-    models = read_json(RESULTS / "mechanism" / "filler.json")["models"]
-    return filler_table([model for model in models if model["task"] == KEYS], columns)
+    return filler_table(read_json(RESULTS / "mechanism" / "filler.json")["models"], columns)
 
 
 def masked():
-    columns = {"from none": "far filler: all", "known distances": "all, at known distances"}
-    columns |= {f"every {n}": f"every {n} token" for n in ("2nd", "8th")}
+    columns = {"from none": "all far filler seen", "known distances": "all, at known distances"}
+    columns |= {"every 8th": "every 8th token", "every 8th block": "every 8th block of 64"}
     return of_filler(columns | {"from both": "none"})
 
 
