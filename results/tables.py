@@ -232,8 +232,8 @@ def cause():
     for title, found, ways in (
         ("far tokens get the angles of many known distances, 256 to 511", study, ["wrapped"]),
         ("the same at 60M parameters", of_60M, ["wrapped"]),
-        ("all get those of one known distance (mean of six tests, 170 to 455)", study, known),
-        ("all get those of one new distance (mean of 19 tests, 512 to 1536)", study, new),
+        ("all get those of one distance: six known ones, 170 to 455 (mean)", study, known),
+        ("all get those of one distance: 19 new ones, 512 to 1536 (mean)", study, new),
     ):
         runs = [run for run in found["runs"] if run["name"] == "rope"]
         cells = (stays(runs, pairs, ways) for pairs in every)
