@@ -62,15 +62,14 @@ WRAPPED = {"slow": ("slow",), "fast": ("fast",), "both": ("slow", "fast")}
 
 class PutBack(PositionEmbedding):
     """
-    A trained embedding that turns pairs, but far keys are turned otherwise. how: "none", "near",
-    "wrapped" or the distance at which they are held. put_back: the pairs that are turned so,
-    "slow", "fast" or both. added: to the scores of
-    far keys, a number or (n_head, 1, 1).
+    A trained embedding that turns pairs, but far keys are turned otherwise. far_keys: "none",
+    "near", "wrapped" or the distance at which they are held. put_back: the pairs that are turned
+    so, "slow", "fast" or both. added: to the scores of far keys, a number or (n_head, 1, 1).
     """
 
-    def __init__(self, pos, how, put_back, added=0.0):
+    def __init__(self, pos, far_keys, put_back=(), added=0.0):
         super().__init__(head_dim=pos.head_dim, n_head=pos.n_head, train_len=pos.train_len)
-        self.pos, self.how, self.put_back, self.added = pos, how, put_back, added
+        self.pos, self.far_keys, self.put_back, self.added = pos, far_keys, put_back, added
         self.far_attention = []  # of each text, the mean over heads and queries past train_len
         self.means = []  # of each text, the mean query and key (n_head, 1, head_dim) of training
         slow = rope_freqs(pos.head_dim, pos.theta) < 2 * math.pi / pos.train_len
@@ -89,8 +88,8 @@ class PutBack(PositionEmbedding):
         for pairs, dims in self.dims.items():
             turned_q = self.turned(q, t, dims)
             part = turned_q @ self.turned(k, t, dims).mT
-            if pairs in self.put_back and isinstance(self.how, int):
-                last = torch.full_like(t, self.how)
+            if pairs in self.put_back and isinstance(self.far_keys, int):
+                last = torch.full_like(t, self.far_keys)
                 first = torch.zeros_like(t)
                 held = self.turned(q, last, dims) @ self.turned(k, first, dims).mT
                 part = torch.where(distance >= N, held, part)
@@ -103,7 +102,7 @@ class PutBack(PositionEmbedding):
             scores = scores + part
         far = distance >= N
         scores = scores / math.sqrt(self.head_dim) + self.added * far
-        return scores.masked_fill(far & (self.how == "near"), -torch.inf)
+        return scores.masked_fill(far & (self.far_keys == "near"), -torch.inf)
 
     def attend(self, q, k, v):
         with torch.autocast(q.device.type, enabled=False):  # a fused kernel's scores are fp32
@@ -137,32 +136,34 @@ def measure(run, length, n_windows, held, device):
     if not isinstance(trained[0], RoPE):
         raise Refused(f"{run} has no pairs that turn")
     windows = spread_windows(TokenData(model.config.data, "val"), length, n_windows)
-    loss, found = {}, defaultdict(dict)
-    conditions = {"none": ("none", (), 0), "near": ("near", (), 0)}
-    conditions |= {f"{p}, wrapped": ("wrapped", WRAPPED[p], 0) for p in WRAPPED}
-    conditions |= {f"{p}, held at {d}": (d, (p,), 0) for p in ("slow", "fast") for d in held}
-    conditions |= {"none, lowered": ("none", (), -1)}
-    conditions |= {"slow, wrapped, raised": ("wrapped", WRAPPED["slow"], 1)}
-    rise = [0.0] * len(trained)  # of each layer, how far the slow curves of its heads rise
-    for condition, (how, put_back, sign) in conditions.items():
-        for block, pos, r in zip(model.blocks, trained, rise, strict=True):
-            block.attn.pos = PutBack(pos, how, put_back, sign * r)
+    loss, found, nothing = {}, defaultdict(dict), [0.0] * len(trained)
+
+    def read(condition, far_keys, put_back=(), added=nothing):
+        for block, pos, of_layer in zip(model.blocks, trained, added, strict=True):
+            block.attn.pos = PutBack(pos, far_keys, put_back, of_layer)
         loss[condition] = float(window_loss(model, windows, length).mean())
-        if condition == "none":
-            N = trained[0].train_len
-            for pairs in ("fast", "slow"):
-                curves = torch.stack(
-                    [block.attn.pos.curve(pairs, length) for block in model.blocks]
-                )
-                mean = curves.mean(dim=(0, 1))
-                found["curve"][pairs] = [round(float(score), 3) for score in mean]
-            # (n_layer, n_head, 1, 1), of the slow pairs
-            rise = (curves[..., N:].mean(-1) - curves[..., N // 2 : N].mean(-1))[..., None, None]
         far_attention = model.blocks[-1].attn.pos.far_attention
         found["far_attention"][condition] = round(float(np.mean(far_attention)), 4)
         print(f"{run} {condition:14} {loss[condition]:.4f}", flush=True)
+
+    read("none", "none")
+    N, curves = trained[0].train_len, {}  # of each layer and head
+    for pairs in ("slow", "fast"):
+        curves[pairs] = torch.stack([block.attn.pos.curve(pairs, length) for block in model.blocks])
+        mean = curves[pairs].mean(dim=(0, 1))
+        found["curve"][pairs] = [round(float(score), 3) for score in mean]
+    new, known = curves["slow"][..., N:].mean(-1), curves["slow"][..., N // 2 : N].mean(-1)
+    rise = (new - known)[..., None, None]  # (n_layer, n_head, 1, 1)
+    read("near", "near")
+    for name, pairs in WRAPPED.items():
+        read(f"{name}, wrapped", "wrapped", pairs)
+    for pairs in ("slow", "fast"):
+        for distance in held:
+            read(f"{pairs}, held at {distance}", distance, (pairs,))
+    read("none, lowered", "none", added=-rise)
+    read("slow, wrapped, raised", "wrapped", WRAPPED["slow"], added=rise)
     damage = loss["none"] - loss["near"]
-    removed = {c: (loss["none"] - loss[c]) / damage for c in conditions if "," in c}
+    removed = {c: (loss["none"] - loss[c]) / damage for c in loss if "," in c}
     name, _, seed = Path(run).name.rpartition("_s")
     return {
         "name": name,

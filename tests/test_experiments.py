@@ -80,16 +80,16 @@ def test_an_ngram_counts_and_interpolates_by_hand():
     assert losses.tolist()[0] == pytest.approx([-math.log(p) for p in after_a[:2]])
 
 
-@pytest.mark.parametrize("how", ["wrapped", 15, 31])
+@pytest.mark.parametrize("far_keys", ["wrapped", 15, 31])
 @pytest.mark.parametrize("put_back", [(), ("slow",), ("fast",), ("slow", "fast")])
-def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
+def test_put_back_is_the_score_at_a_distance_of_training(far_keys, put_back):
     """Each pair alone, as a complex number: q times conjugate k, turned by w times the distance."""
     N, T = 16, 71
     pos = RoPE(head_dim=8, n_head=1, train_len=N, theta=100.0)
     q, k = torch.randn(2, 1, 1, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    scores = wrap.PutBack(pos, how, put_back).scores(q, k)[0, 0].double()
+    scores = wrap.PutBack(pos, far_keys, put_back).scores(q, k)[0, 0].double()
     distance = torch.arange(T)[:, None] - torch.arange(T)
-    shown = N // 2 + distance % (N // 2) if how == "wrapped" else torch.tensor(how)
+    shown = N // 2 + distance % (N // 2) if far_keys == "wrapped" else torch.tensor(far_keys)
     seen = torch.where(distance >= N, shown, distance)
     expected = torch.zeros(T, T, dtype=torch.float64)
     for m, w in enumerate(pos.freqs.tolist()):
@@ -100,7 +100,7 @@ def test_put_back_is_the_score_at_a_distance_of_training(how, put_back):
     causal = distance >= 0
     torch.testing.assert_close(scores[causal], expected[causal] / 8**0.5, atol=1e-5, rtol=1e-5)
     added = torch.full((1, 1, 1), 0.5)  # for each head, to the scores of far keys alone
-    raised = wrap.PutBack(pos, how, put_back, added).scores(q, k)[0, 0].double()
+    raised = wrap.PutBack(pos, far_keys, put_back, added).scores(q, k)[0, 0].double()
     torch.testing.assert_close(raised - scores, (distance >= N).double() / 2, atol=1e-5, rtol=1e-5)
 
 
